@@ -1,0 +1,20 @@
+"""embed: text to vectors."""
+
+from embed.errors import ClosedError, EmbedError, ModelError, RequestError, TokenizerError, WeightsError
+from embed.model import EM_BATCH_MAX, EM_POOL_CLS, EM_POOL_MEAN, EM_ROWS_BUDGET, Embed
+from embed.pipeline import Pooling
+
+__all__ = [
+    "EM_BATCH_MAX",
+    "EM_POOL_CLS",
+    "EM_POOL_MEAN",
+    "EM_ROWS_BUDGET",
+    "ClosedError",
+    "Embed",
+    "EmbedError",
+    "ModelError",
+    "Pooling",
+    "RequestError",
+    "TokenizerError",
+    "WeightsError",
+]

@@ -1,0 +1,323 @@
+"""The engine: `Embed`, a handle on a loaded model that any number of owners and threads share."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embed.batch import batches, check_ids
+from embed.encoder import Encoder
+from embed.errors import ClosedError, ModelError, RequestError
+from embed.hub import resolve
+from embed.pipeline import Pipeline, Pooling, read_pipeline
+from embed.tokenizer import Tokenizer
+from embed.weights import FILE_NAME, Checkpoint, load_weights, plan_weights
+from gkd.cpu import CpuBackend
+from gkd.errors import DeviceError
+from gkd.ops.pool import PoolMode
+
+EM_POOL_CLS: PoolMode = "cls"
+EM_POOL_MEAN: PoolMode = "mean"
+# Most tokens and texts of one forward.
+EM_ROWS_BUDGET = 16384
+EM_BATCH_MAX = 1024
+
+_POOL_MODES = (EM_POOL_CLS, EM_POOL_MEAN)
+
+# Told (bytes done, bytes in all) while weights load.
+Progress = Callable[[int, int], None]
+
+
+class Embed:
+    """A handle on an engine. Handles of one engine share weights and settings; the last to close gives all back.
+
+    Every method may be called from any thread. Forwards of one engine run one after another; tokenizing, and
+    whatever only reads, does not wait for them.
+    """
+
+    def __init__(self, engine: "_Engine") -> None:
+        self._engine: _Engine | None = engine
+        engine.add_owner()
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        gpu: int = -1,
+        dtype: str = "f32",
+        *,
+        pool: PoolMode | None = None,
+        normalize: bool | None = None,
+        maxseq: int | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Loads a model directory, or the model package of that name.
+
+        `gpu` is a CUDA ordinal, or -1 for the best device there is. `pool`, `normalize` and `maxseq` overrule the
+        model's files, `maxseq` within the position table. Raises ModelError (WeightsError, TokenizerError) naming
+        the file and what is wrong in it, DeviceError for a device or precision that cannot be had.
+        """
+        _check_pool_mode(pool)
+        resolved = resolve(model)
+        backend = _open_backend(gpu, dtype)
+        pipeline = read_pipeline(resolved.directory, pool, normalize)
+        engine = _Engine(resolved.name, backend, pipeline, Tokenizer(pipeline.directory))
+        if maxseq is not None:
+            engine.set_maxseq(maxseq)
+        engine.reload(progress)
+        return cls(engine)
+
+    def share(self) -> "Embed":
+        """Another handle on the same engine, to be closed by its owner."""
+        return Embed(self._open_engine)
+
+    def close(self) -> None:
+        """Gives this handle up; the last one waits for a running forward and frees everything. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.remove_owner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def _open_engine(self) -> "_Engine":
+        if self._engine is None:
+            raise ClosedError("this handle has been closed")
+        return self._engine
+
+    @property
+    def name(self) -> str:
+        """The model's name: the last part of its directory, or the package name it was opened by."""
+        return self._open_engine.name
+
+    @property
+    def family(self) -> str:
+        """`model_type` of the model's family."""
+        return self._open_engine.pipeline.config.family.model_type
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the encoder."""
+        return self._open_engine.pipeline.config.num_layers
+
+    @property
+    def dim(self) -> int:
+        """Width of a vector."""
+        return self._open_engine.pipeline.config.hidden_size
+
+    @property
+    def maxseq(self) -> int:
+        """Most tokens of one text, special tokens included."""
+        return self._open_engine.maxseq
+
+    @property
+    def pooling(self) -> Pooling:
+        """Pooling mode, and whether vectors are normalised where a call does not say."""
+        return self._open_engine.pooling
+
+    @property
+    def pooling_assumed(self) -> bool:
+        """The pooling is a convention of the family: neither the model's files nor the caller set it."""
+        return self._open_engine.pipeline.assumed
+
+    @property
+    def ok(self) -> bool:
+        """False once the handle is closed, and after a device fault until a reload has succeeded."""
+        return self._engine is not None
+
+    @property
+    def loaded(self) -> bool:
+        """The weights are on the device now."""
+        return self._open_engine.loaded
+
+    @property
+    def backend(self) -> str:
+        """`cuda` or `cpu`."""
+        return self._open_engine.backend.name
+
+    @property
+    def device_name(self) -> str:
+        """The device as its driver or operating system names it."""
+        return self._open_engine.backend.device_name
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels compiled or loaded by this engine; 0 on the CPU."""
+        return self._open_engine.backend.kernel_count
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory that was planned at load; 0 while unloaded."""
+        return self._open_engine.workspace_bytes
+
+    def set_pooling(self, mode: PoolMode, normalize: bool) -> None:
+        """Pooling of all calls that begin from now on; a forward that is running is not touched."""
+        _check_pool_mode(mode)
+        self._open_engine.pooling = Pooling(mode, normalize)
+
+    def set_maxseq(self, maxseq: int) -> int:
+        """Most tokens of one text from now on, clamped to the position table; returns what it became."""
+        return self._open_engine.set_maxseq(maxseq)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text; over `maxseq` the head is kept and the last special token appended again."""
+        ids, _ = self.tokenize_batch([text])
+        return [int(token) for token in ids]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Packed token ids (num_tokens,) and where each text lies in them (num_texts + 1,).
+
+        Works while unloaded. Raises RequestError naming the item that is no text.
+        """
+        engine = self._open_engine
+        return engine.tokenizer.encode_batch(texts, engine.maxseq)
+
+    @overload
+    def encode(self, texts: str, normalize: bool | None = None) -> NDArray[np.float32]: ...
+    @overload
+    def encode(self, texts: Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]: ...
+    def encode(self, texts: str | Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]:
+        """Vectors (num_texts, dim) of a list of texts, or the vector (dim,) of one string.
+
+        `normalize` None is the engine's setting. Raises RequestError, ClosedError; MemoryError leaves it usable.
+        """
+        if isinstance(texts, str):
+            return self.encode_ids(*self.tokenize_batch([texts]), normalize=normalize).reshape(self.dim)
+        return self.encode_ids(*self.tokenize_batch(texts), normalize=normalize)
+
+    def encode_ids(
+        self,
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        out: NDArray[np.float32] | None = None,
+        normalize: bool | None = None,
+    ) -> NDArray[np.float32]:
+        """Vectors of packed token ids, taken as they are.
+
+        Shapes:  ids (num_tokens,), offsets (num_texts + 1,) from 0 to num_tokens; out (num_texts, dim), made if None.
+        Errors:  RequestError for ids out of range, an empty or overlong text, an `out` that does not fit; ClosedError.
+        """
+        return self._open_engine.encode_ids(ids, offsets, out, normalize)
+
+    def unload(self) -> None:
+        """Gives weights, workspace and device back; settings and tokenizer stay. Idempotent."""
+        self._open_engine.unload()
+
+    def reload(self) -> None:
+        """Loads the weights again from the same directory. Idempotent; raises as `open`, and stays unloaded then."""
+        self._open_engine.reload()
+
+
+def _check_pool_mode(mode: str | None) -> None:
+    if mode is not None and mode not in _POOL_MODES:
+        raise ModelError(f"pooling mode {mode!r} is not supported; known: {', '.join(_POOL_MODES)}")
+
+
+def _open_backend(gpu: int, dtype: str) -> CpuBackend:
+    if gpu != -1:
+        raise DeviceError(f"gpu {gpu} cannot be used: this version computes on the CPU only")
+    if dtype != "f32":
+        raise DeviceError(f"dtype {dtype} cannot be used: the CPU backend computes in f32")
+    return CpuBackend()
+
+
+class _Engine:
+    """What the handles of a model share."""
+
+    def __init__(self, name: str, backend: CpuBackend, pipeline: Pipeline, tokenizer: Tokenizer) -> None:
+        self.name = name
+        self.backend = backend
+        self.pipeline = pipeline
+        self.tokenizer = tokenizer
+        self.pooling = pipeline.pooling
+        self.maxseq = pipeline.maxseq
+        self._num_owners = 0
+        self._owners_lock = threading.Lock()
+        # Held for a forward, an unload and a load: what it guards is the encoder and its workspace.
+        self._device_lock = threading.Lock()
+        self._encoder: Encoder | None = None
+        # A text is never split, so a forward must hold the longest.
+        self._max_tokens = max(min(EM_ROWS_BUDGET, backend.rows_budget), pipeline.config.max_tokens)
+
+    @property
+    def loaded(self) -> bool:
+        return self._encoder is not None
+
+    @property
+    def workspace_bytes(self) -> int:
+        encoder = self._encoder
+        return encoder.workspace_bytes if encoder is not None else 0
+
+    def add_owner(self) -> None:
+        with self._owners_lock:
+            self._num_owners += 1
+
+    def remove_owner(self) -> None:
+        with self._owners_lock:
+            self._num_owners -= 1
+            last = self._num_owners == 0
+        if last:
+            self.unload()
+
+    def set_maxseq(self, maxseq: int) -> int:
+        if maxseq < self.tokenizer.min_tokens:
+            raise ModelError(f"maxseq {maxseq}: expected at least {self.tokenizer.min_tokens}, the special tokens")
+        self.maxseq = min(maxseq, self.pipeline.config.max_tokens)
+        return self.maxseq
+
+    def encode_ids(
+        self,
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        out: NDArray[np.float32] | None,
+        normalize: bool | None,
+    ) -> NDArray[np.float32]:
+        config = self.pipeline.config
+        check_ids(ids, offsets, config)
+        shape = (len(offsets) - 1, config.hidden_size)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise RequestError(
+                f"out: expected a contiguous float32 array of shape {shape}, got {out.dtype} {out.shape}"
+            )
+        with self._device_lock:
+            encoder = self._encoder
+            if encoder is None:
+                raise ClosedError("the weights are unloaded: reload() brings them back")
+            pooling = self.pooling
+            if normalize is not None:
+                pooling = Pooling(pooling.mode, normalize)
+            for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX):
+                encoder.forward(out[batch.first : batch.last], batch, pooling)
+        return out
+
+    def unload(self) -> None:
+        with self._device_lock:
+            self._encoder = None
+
+    def reload(self, progress: Progress | None = None) -> None:
+        with self._device_lock:
+            if self._encoder is not None:
+                return
+            config = self.pipeline.config
+            checkpoint = Checkpoint(self.pipeline.directory / FILE_NAME)
+            plan = plan_weights(config, checkpoint.tensors)
+            total = sum(source.end - source.start for weight in plan for source in weight.sources)
+            done = 0
+
+            def advance(num_bytes: int) -> None:
+                nonlocal done
+                done += num_bytes
+                if progress is not None:
+                    progress(done, total)
+
+            weights = load_weights(self.backend, checkpoint, plan, advance)
+            self._encoder = Encoder(self.backend, config, weights, self._max_tokens)

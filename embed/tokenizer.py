@@ -1,0 +1,76 @@
+"""Text to token ids: tokenizer.json through the `tokenizers` library, with limits of our own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from embed.errors import RequestError, TokenizerError
+
+FILE_NAME = "tokenizer.json"
+
+
+class Tokenizer:
+    """The tokenizer of a model directory. Read-only after load: any thread may use it."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / FILE_NAME
+        if not path.exists():
+            raise TokenizerError(f"{FILE_NAME}: not found")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
+            raise TokenizerError(f"{FILE_NAME}: cannot be used: {error}") from None
+        # Presets of the file: a fixed padding to 128 or a truncation to 512 would silently change the vectors.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._specials = self._read_specials()
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of an empty text: the special ones."""
+        return len(self._specials)
+
+    def encode_batch(self, texts: Sequence[str], maxseq: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Packed ids of the texts and the offset of each in them, (num_tokens,) and (num_texts + 1,).
+
+        A text over `maxseq` tokens keeps its head and its last special token. Raises RequestError for an item that
+        is no string or holds half of a surrogate pair.
+        """
+        try:
+            # encode_batch_fast lets go of the GIL, which `encode` holds.
+            encodings = self._tokenizer.encode_batch_fast(texts)
+        except (TypeError, UnicodeError):
+            raise RequestError(_explain_texts(texts)) from None
+        lists = [
+            ids if len(ids) <= maxseq else [*ids[: maxseq - 1], ids[-1]]
+            for ids in (encoding.ids for encoding in encodings)
+        ]
+        offsets = np.zeros(len(lists) + 1, np.int64)
+        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+        packed = np.fromiter((token for ids in lists for token in ids), np.int32, int(offsets[-1]))
+        return packed, offsets
+
+    def _read_specials(self) -> list[int]:
+        """The ids of an empty text. Truncation knows how to keep one special token at the end, and no more."""
+        [empty] = self._tokenizer.encode_batch_fast([""])
+        [letter] = self._tokenizer.encode_batch_fast(["a"])
+        if len(empty.ids) != 2 or letter.ids[0] != empty.ids[0] or letter.ids[-1] != empty.ids[-1]:
+            raise TokenizerError(
+                f"{FILE_NAME}: expected one special token before a text and one after it, "
+                f"got the ids {empty.ids} for an empty text"
+            )
+        return empty.ids
+
+
+def _explain_texts(texts: Sequence[str]) -> str:
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            return f"texts[{index}]: expected a string, got {type(text).__name__}"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"texts[{index}]: holds half of a surrogate pair, which is not a character"
+    return "the texts cannot be tokenized"

@@ -1,0 +1,1 @@
+"""gkd: the device layer and the operators that the engines are wired from."""

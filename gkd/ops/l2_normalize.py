@@ -1,0 +1,33 @@
+"""out = x / ||x||, row by row."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gkd.ops.contract import Array, Signature, float_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class L2Normalize:
+    """out = x / max(||x||, eps), each row by itself; a zero row stays zero.
+
+    Shapes:  out, x (num_texts, hidden_size). out may be x.
+    Dtypes:  one floating dtype.
+    Source:  torch.nn.functional.normalize, whose eps sentence-transformers keeps.
+    """
+
+    hidden_size: int
+    eps: float = 1e-12
+
+    name: ClassVar[str] = "l2_normalize"
+
+    def check(self, out: Array, x: Array) -> None:
+        dtype = float_dtype(self.name, "x", x)
+        signature = Signature(self.name)
+        signature.match("x", x, ("num_texts", self.hidden_size), dtype)
+        signature.match("out", out, ("num_texts", self.hidden_size), dtype)
+
+    def reference(self, out: Array, x: Array) -> None:
+        norm = np.sqrt(np.add.reduce(np.square(x), axis=-1, keepdims=True))
+        np.divide(x, np.maximum(norm, x.dtype.type(self.eps)), out=out)

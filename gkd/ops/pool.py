@@ -1,0 +1,43 @@
+"""One vector a text from the vectors of its tokens."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from gkd.ops.contract import Array, Signature, float_dtype
+
+PoolMode = Literal["cls", "mean"]
+
+# Tokens that are added up together, from position 0 of each text; the sums are then added in order. Two levels
+# keep the rounding of 8192 tokens to that of 64 + 128 additions.
+_TOKEN_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """out[i] = the first token of text i (`cls`), or the mean of all its tokens, specials included (`mean`).
+
+    Shapes:  out (num_texts, hidden_size), hidden (num_tokens, hidden_size), cu_seqlens (num_texts + 1,).
+    Dtypes:  one floating dtype; int32 cu_seqlens, strictly ascending, which the caller has checked.
+    """
+
+    hidden_size: int
+    mode: PoolMode
+
+    name: ClassVar[str] = "pool"
+
+    def check(self, out: Array, hidden: Array, cu_seqlens: Array) -> None:
+        dtype = float_dtype(self.name, "hidden", hidden)
+        signature = Signature(self.name)
+        signature.match("hidden", hidden, ("num_tokens", self.hidden_size), dtype)
+        signature.match("out", out, (len(cu_seqlens) - 1, self.hidden_size), dtype)
+        signature.match("cu_seqlens", cu_seqlens, ("num_texts + 1",), np.int32)
+
+    def reference(self, out: Array, hidden: Array, cu_seqlens: Array) -> None:
+        if self.mode == "cls":
+            out[:] = hidden[cu_seqlens[:-1]]
+            return
+        for text, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+            sums = np.add.reduceat(hidden[start:end], range(0, end - start, _TOKEN_BLOCK), axis=0)
+            np.divide(np.add.reduce(sums, axis=0), out.dtype.type(end - start), out=out[text])
