@@ -1,0 +1,1 @@
+"""Programs for this repository's developers; nothing that is installed imports them."""

@@ -1,0 +1,364 @@
+"""Writes a model with random weights, at any geometry, as a complete sentence-transformers directory.
+
+    python tools/make_model.py DEST --preset bge-m3 --dtype f16 --tokenizer build/models/e5-small-xlmr
+    python tools/make_model.py DEST --family xlm-roberta --layers 2 --hidden 64 --heads 4 --ffn 256
+
+Tensors have the names and shapes of transformers' BertModel or XLMRobertaModel. Every one is random, biases
+and LayerNorms too, so that a term left out of a forward pass shows; scales are such that different texts get
+clearly different vectors. A tensor's values depend on the seed, its name and its shape alone: not on the
+prefix nor, but for rounding, on the dtype. Without --tokenizer, a small one of the family's kind is built
+from tests/corpus.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import log, prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from tools.model_directory import (
+    CHARSMAP,
+    XLMR_MASK_TOKEN,
+    XLMR_SPECIAL_TOKENS,
+    new_directory,
+    write_json,
+    write_modules,
+    write_xlmr_tokenizer,
+)
+from tools.weights_file import Tensor, write_weights
+
+Family = Literal["bert", "xlm-roberta"]
+DType = Literal["f32", "f16", "bf16"]
+Pooling = Literal["cls", "mean"]
+
+CORPUS = Path(__file__).parents[1] / "tests" / "corpus" / "corpus.jsonl"
+BUILT_VOCAB_SIZE = 2000
+MAX_PIECE_CHARS = 8
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "sentencepiece.bpe.model",
+)
+BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CONFIG_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+PIECE_VALUES = 1 << 22  # values drawn at a time: bounds the memory that a model of any size takes
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that decides what `make_model` writes.
+
+    max_positions counts rows of the position table; XLM-RoBERTa's positions begin at 2, so that its texts have up to
+    max_positions - 2 tokens. vocab_size is the number of embedding rows, at least the tokenizer's and by default equal
+    to it. tokenizer is a model directory to copy one from.
+    """
+
+    family: Family = "bert"
+    num_layers: int = 2
+    hidden_size: int = 64
+    num_heads: int = 4
+    intermediate_size: int = 256
+    max_positions: int = 514
+    vocab_size: int | None = None
+    pooling: Pooling = "mean"
+    normalize: bool = True
+    dtype: DType = "f32"
+    prefix: str = ""
+    seed: int = 0
+    tokenizer: Path | None = None
+
+    @property
+    def max_seqlen(self) -> int:
+        return self.max_positions - (2 if self.family == "xlm-roberta" else 0)
+
+
+PRESETS = {
+    "bge-m3": ModelSpec("xlm-roberta", 24, 1024, 16, 4096, 8194, vocab_size=250002, pooling="cls"),
+    "minilm": ModelSpec("bert", 6, 384, 12, 1536, 512, vocab_size=30522),
+    "e5-small": ModelSpec("bert", 12, 384, 12, 1536, 512, vocab_size=250037),
+}
+
+
+def make_model(dest: Path, spec: ModelSpec) -> None:
+    """Writes the model to `dest`, which must not exist; ValueError for a geometry that no model can have."""
+    if dest.exists():
+        raise FileExistsError(f"already there: `{dest}`")
+    if spec.hidden_size % spec.num_heads:
+        raise ValueError(f"hidden size {spec.hidden_size} is no multiple of {spec.num_heads} heads")
+    with new_directory(dest) as directory:
+        write_tokenizer(directory, spec)
+        num_ids = tokenizer_size(directory)
+        if spec.vocab_size is None:
+            spec = replace(spec, vocab_size=num_ids)
+        elif spec.vocab_size < num_ids:
+            raise ValueError(f"vocabulary of {spec.vocab_size} for a tokenizer with {num_ids} ids")
+        write_json(directory / "config.json", model_config(spec))
+        write_modules(
+            directory,
+            hidden_size=spec.hidden_size,
+            max_seqlen=spec.max_seqlen,
+            pooling=spec.pooling,
+            normalize=spec.normalize,
+        )
+        write_weights(directory / "model.safetensors", random_tensors(spec))
+
+
+# Configuration and weights
+
+
+def model_config(spec: ModelSpec) -> dict[str, Any]:
+    common = {
+        "model_type": spec.family,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "intermediate_size": spec.intermediate_size,
+        "hidden_act": "gelu",
+        "max_position_embeddings": spec.max_positions,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "dtype": CONFIG_DTYPES[spec.dtype],
+    }
+    if spec.family == "bert":
+        return common | {
+            "architectures": ["BertModel"],
+            "type_vocab_size": 2,
+            "layer_norm_eps": 1e-12,
+            "pad_token_id": 0,
+        }
+    return common | {
+        "architectures": ["XLMRobertaModel"],
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes by transformers' names, without the prefix; both families have the same names."""
+    config = model_config(spec)
+    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], hidden),
+        "embeddings.position_embeddings.weight": (spec.max_positions, hidden),
+        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], hidden),
+    }
+
+    def add_linear(name: str, num_out: int, num_in: int) -> None:
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        shapes[f"{name}.bias"] = (num_out,)
+
+    def add_layer_norm(name: str) -> None:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (hidden,)
+
+    add_layer_norm("embeddings.LayerNorm")
+    for layer_idx in range(spec.num_layers):
+        layer = f"encoder.layer.{layer_idx}"
+        for projection in ("query", "key", "value"):
+            add_linear(f"{layer}.attention.self.{projection}", hidden, hidden)
+        add_linear(f"{layer}.attention.output.dense", hidden, hidden)
+        add_layer_norm(f"{layer}.attention.output.LayerNorm")
+        add_linear(f"{layer}.intermediate.dense", ffn, hidden)
+        add_linear(f"{layer}.output.dense", hidden, ffn)
+        add_layer_norm(f"{layer}.output.LayerNorm")
+    add_linear("pooler.dense", hidden, hidden)
+    return shapes
+
+
+def random_tensors(spec: ModelSpec) -> list[Tensor]:
+    def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(spec.prefix + name, spec.dtype.upper(), shape, lambda: random_pieces(spec, name, shape))
+
+    return [tensor(name, shape) for name, shape in tensor_shapes(spec).items()]
+
+
+def random_pieces(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
+    rng = np.random.default_rng([spec.seed, zlib.crc32(name.encode("ascii"))])
+    mean, deviation = distribution(name, shape)
+    count = prod(shape)
+    for begin in range(0, count, PIECE_VALUES):
+        values = rng.standard_normal(min(PIECE_VALUES, count - begin), np.float32)
+        values *= np.float32(deviation)
+        values += np.float32(mean)
+        yield rounded(values, spec.dtype)
+
+
+def distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation of a tensor's values."""
+    if name.endswith("LayerNorm.weight"):
+        return 1.0, 0.1
+    if name.endswith(".bias"):
+        return 0.0, 0.1
+    if "word_embeddings" in name:
+        return 0.0, 0.05
+    if "embeddings" in name:
+        return 0.0, 0.02
+    return 0.0, shape[1] ** -0.5  # a linear map keeps the variance of what goes in
+
+
+def rounded(values: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
+    """`values` to nearest even in `dtype`; bf16, which NumPy lacks, as its bits."""
+    if dtype == "f32":
+        return values
+    if dtype == "f16":
+        return values.astype(np.float16)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+# Tokenizers
+
+
+def write_tokenizer(directory: Path, spec: ModelSpec) -> None:
+    if spec.tokenizer is not None:
+        for name in TOKENIZER_FILES:
+            if (spec.tokenizer / name).exists():
+                shutil.copyfile(spec.tokenizer / name, directory / name)
+        return
+    num_ids = min(BUILT_VOCAB_SIZE, spec.vocab_size or BUILT_VOCAB_SIZE)
+    build = build_wordpiece if spec.family == "bert" else build_unigram
+    build(directory, num_ids, spec.max_seqlen)
+
+
+def tokenizer_size(directory: Path) -> int:
+    """One more than the largest id."""
+    vocab = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    return 1 + max(vocab.values())
+
+
+def corpus_pieces(
+    normalizer: normalizers.Normalizer, splitter: pre_tokenizers.PreTokenizer, continuation: str = ""
+) -> list[tuple[str, int]]:
+    """Pieces of the corpus' words with their counts: first the characters, then what saves most tokens.
+
+    `continuation` is put before a piece that does not begin its word. A character that occurs only once is
+    left out: it is what the unknown token is for.
+    """
+    # The tokenizers library has trainers, but their result changes from run to run.
+    characters: Counter[str] = Counter()
+    substrings: Counter[str] = Counter()
+    for line in CORPUS.read_text(encoding="utf-8").splitlines():
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(json.loads(line)["text"])):
+            for begin in range(len(word)):
+                mark = continuation if begin else ""
+                characters[mark + word[begin]] += 1
+                ends = range(begin + 2, min(begin + MAX_PIECE_CHARS, len(word)) + 1)
+                substrings.update(mark + word[begin:end] for end in ends)
+
+    def rank(item: tuple[str, int]) -> tuple[int, str]:
+        piece, count = item
+        return -count * (len(piece.removeprefix(continuation)) - 1), piece
+
+    return [
+        *((piece, count) for piece, count in sorted(characters.items()) if count > 1),
+        *sorted(substrings.items(), key=rank),
+    ]
+
+
+def build_wordpiece(directory: Path, num_ids: int, max_seqlen: int) -> None:
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    splitter = pre_tokenizers.BertPreTokenizer()
+    pieces = [piece for piece, _ in corpus_pieces(normalizer, splitter, continuation="##")]
+    tokens = [*BERT_SPECIAL_TOKENS, *pieces][:num_ids]
+    tokenizer = Tokenizer(models.WordPiece({token: idx for idx, token in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(list(BERT_SPECIAL_TOKENS))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, tokens.index(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": True,
+            "pad_token": "[PAD]",
+            "unk_token": "[UNK]",
+            "cls_token": "[CLS]",
+            "sep_token": "[SEP]",
+            "mask_token": "[MASK]",
+            "model_max_length": max_seqlen,
+        },
+    )
+
+
+def build_unigram(directory: Path, num_ids: int, max_seqlen: int) -> None:
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    pieces = corpus_pieces(normalizers.Precompiled(CHARSMAP.read_bytes()), splitter)
+    pieces = pieces[: num_ids - len(XLMR_SPECIAL_TOKENS) - 1]
+    total = sum(count for _, count in pieces)
+    # Multiples of 1/1024 survive every JSON reader: one last bit decides between segmentations that are equal.
+    vocab = [
+        *((token, 0.0) for token in XLMR_SPECIAL_TOKENS),
+        *((piece, round(1024 * log(count / total)) / 1024) for piece, count in pieces),
+        (XLMR_MASK_TOKEN, 0.0),
+    ]
+    write_xlmr_tokenizer(directory, vocab, max_seqlen=max_seqlen)
+
+
+# Command line
+
+
+def parse_spec(argv: list[str]) -> tuple[Path, ModelSpec]:
+    description, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("dest", type=Path, metavar="DEST", help="directory to write; it must not exist")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="a geometry that the other options then change")
+    parser.add_argument("--family", choices=["bert", "xlm-roberta"])
+    parser.add_argument("--layers", type=int, dest="num_layers", metavar="N")
+    parser.add_argument("--hidden", type=int, dest="hidden_size", metavar="N")
+    parser.add_argument("--heads", type=int, dest="num_heads", metavar="N")
+    parser.add_argument("--ffn", type=int, dest="intermediate_size", metavar="N")
+    parser.add_argument("--max-positions", type=int, metavar="N", help="rows of the position table")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="embedding rows (the tokenizer's size)")
+    parser.add_argument("--pooling", choices=["cls", "mean"])
+    parser.add_argument("--no-normalize", action="store_false", dest="normalize")
+    parser.add_argument("--dtype", choices=sorted(CONFIG_DTYPES))
+    parser.add_argument("--prefix", help="put before every tensor's name, as in `roberta.`")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="model directory to copy a tokenizer from")
+    options = vars(parser.parse_args(argv))
+    dest = options.pop("dest")
+    preset = PRESETS[options.pop("preset")] if "preset" in options else ModelSpec()
+    return dest, replace(preset, **options)
+
+
+def main(argv: list[str]) -> int:
+    dest, spec = parse_spec(argv)
+    try:
+        make_model(dest, spec)
+    except (FileExistsError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    num_bytes = (dest / "model.safetensors").stat().st_size
+    print(f"{dest}  {num_bytes / 1e6:.1f} MB of weights  {spec.family} {spec.num_layers} x {spec.hidden_size}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
