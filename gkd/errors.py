@@ -3,7 +3,11 @@
 GkdError
 ├── ShapeError    a tensor's shape does not fit the operator
 ├── DtypeError    a tensor's dtype does not fit the operator
-└── DeviceError   a device or a precision that was asked for cannot be used here
+├── CompileError  a kernel could not be compiled
+├── EnvError      an environment variable's value means nothing
+├── DeviceError   a device or a precision that was asked for cannot be used here
+└── DriverError       a call to the CUDA driver failed
+    └── OutOfMemory       for want of device memory
 """
 
 
@@ -21,3 +25,19 @@ class DtypeError(GkdError):
 
 class DeviceError(GkdError):
     """A device or a precision that was asked for cannot be used here."""
+
+
+class CompileError(GkdError):
+    """A kernel could not be compiled; the message holds the compiler's log, the options and a copy of the source."""
+
+
+class EnvError(GkdError):
+    """An environment variable's value means nothing."""
+
+
+class DriverError(GkdError):
+    """A call to the CUDA driver failed; but for OutOfMemory, the context may be lost."""
+
+
+class OutOfMemory(DriverError):
+    """The device's memory does not suffice."""

@@ -1,16 +1,16 @@
 """out = x in another floating type: how 16-bit checkpoints become float32 and back."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
+from gkd.dtype import DType
+from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div
 from gkd.ops.contract import Array, Signature
 
-FloatType = Literal["f32", "f16", "bf16"]
-
-# NumPy has no bfloat16: its bits are carried as uint16.
-_STORAGE: dict[FloatType, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+_NUM_THREADS = 256
+_ELEMENTS_PER_THREAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +18,39 @@ class Cast:
     """out = x, rounded to nearest even where `target` is narrower; NaN stays NaN.
 
     Shapes:  out, x of one shape.
-    Dtypes:  float32 for f32, float16 for f16, uint16 holding the bits for bf16.
+    Dtypes:  f32, f16 or bf16, on either side.
     """
 
-    source: FloatType
-    target: FloatType
+    source: DType
+    target: DType
 
     name: ClassVar[str] = "cast"
 
     def check(self, out: Array, x: Array) -> None:
         signature = Signature(self.name)
-        signature.match("x", x, x.shape, _STORAGE[self.source])
-        signature.match("out", out, x.shape, _STORAGE[self.target])
+        signature.match("x", x, x.shape, self.source)
+        signature.match("out", out, x.shape, self.target)
 
     def reference(self, out: Array, x: Array) -> None:
-        if self.source == self.target:
+        if self.source is self.target:
             out[...] = x
             return
-        wide = _widen_bf16(x) if self.source == "bf16" else x.astype(np.float32, copy=False)
-        out[...] = _narrow_bf16(wide) if self.target == "bf16" else wide
+        wide = _widen_bf16(x) if self.source is DType.BF16 else x.astype(np.float32, copy=False)
+        out[...] = _narrow_bf16(wide) if self.target is DType.BF16 else wide
+
+    def plan(self, dtype: DType, arch: int) -> KernelPlan:
+        defines = (
+            (f"SOURCE_{self.source.name}", 1),
+            (f"TARGET_{self.target.name}", 1),
+            ("NUM_THREADS", _NUM_THREADS),
+            ("ELEMENTS_PER_THREAD", _ELEMENTS_PER_THREAD),
+        )
+        return KernelPlan(KernelSpec(self.name, defines), self._launch)
+
+    def _launch(self, out: Array, x: Array) -> Launch:
+        num_elements = int(np.prod(x.shape))
+        blocks = ceil_div(num_elements, _NUM_THREADS * _ELEMENTS_PER_THREAD)
+        return Launch((blocks, 1, 1), _NUM_THREADS, (out, x, num_elements))
 
 
 def _widen_bf16(bits: Array) -> Array:

@@ -2,13 +2,16 @@
 
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
+from gkd.dtype import DType, dtype_of
 from gkd.errors import DtypeError, ShapeError
+from gkd.kernel import KernelPlan
 
-# An array of whatever dtype the operator's check has let through.
+# A NumPy array, in references; a device tensor has the `shape` and `dtype` that contracts look at.
 Array = NDArray[Any]
+
+FLOATS = (DType.F32, DType.F16, DType.BF16, DType.F64)
 
 
 class Operator(Protocol):
@@ -20,7 +23,10 @@ class Operator(Protocol):
         """Raises ShapeError or DtypeError unless the tensors fit."""
 
     def reference(self, *tensors: Any) -> None:
-        """Writes the output tensor; the tensors have passed `check`."""
+        """Writes the output; the tensors have passed `check` and are float32 or float64 arrays."""
+
+    def plan(self, dtype: DType, arch: int) -> KernelPlan:
+        """The kernel for tensors of this element type on a compute capability, as 90 for 9.0."""
 
 
 class Signature:
@@ -30,10 +36,10 @@ class Signature:
         self._op = op
         self._sizes: dict[str, int] = {}
 
-    def match(self, name: str, tensor: Array, shape: tuple[int | str, ...], dtype: Any) -> None:
+    def match(self, name: str, tensor: Any, shape: tuple[int | str, ...], dtype: DType) -> None:
         """Raises unless `tensor` has this dtype and shape; a size given by name is bound at its first use."""
-        if tensor.dtype != np.dtype(dtype):
-            raise DtypeError(f"{self._op}: `{name}` is {tensor.dtype}, expected {np.dtype(dtype)}")
+        if dtype_of(tensor) is not dtype:
+            raise DtypeError(f"{self._op}: `{name}` is {_dtype_name(tensor)}, expected {dtype.value}")
         if len(tensor.shape) != len(shape):
             raise ShapeError(f"{self._op}: `{name}` has shape {tensor.shape}, expected {self._spell(shape)}")
         for actual, size in zip(tensor.shape, shape, strict=True):
@@ -49,8 +55,15 @@ class Signature:
         return f"({', '.join(sizes)})"
 
 
-def float_dtype(op: str, name: str, tensor: Array) -> Any:
+def float_dtype(op: str, name: str, tensor: Any) -> DType:
     """The floating dtype in which this call computes, which its other floating tensors must share."""
-    if tensor.dtype not in (np.float32, np.float64):
-        raise DtypeError(f"{op}: `{name}` is {tensor.dtype}, expected float32 or float64")
-    return tensor.dtype
+    dtype = dtype_of(tensor)
+    if dtype is None or dtype not in FLOATS:
+        expected = ", ".join(dtype.value for dtype in FLOATS)
+        raise DtypeError(f"{op}: `{name}` is {_dtype_name(tensor)}, expected one of {expected}")
+    return dtype
+
+
+def _dtype_name(tensor: Any) -> str:
+    dtype = dtype_of(tensor)
+    return dtype.value if dtype is not None else str(tensor.dtype)

@@ -5,7 +5,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from gkd.dtype import DType
+from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div
 from gkd.ops.contract import Array, Signature, float_dtype
+
+_NUM_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +35,11 @@ class L2Normalize:
     def reference(self, out: Array, x: Array) -> None:
         norm = np.sqrt(np.add.reduce(np.square(x), axis=-1, keepdims=True))
         np.divide(x, np.maximum(norm, x.dtype.type(self.eps)), out=out)
+
+    def plan(self, dtype: DType, arch: int) -> KernelPlan:
+        defines = (("HIDDEN_SIZE", self.hidden_size), ("NUM_THREADS", _NUM_THREADS))
+        return KernelPlan(KernelSpec(self.name, defines), self._launch)
+
+    def _launch(self, out: Array, x: Array) -> Launch:
+        num_rows = x.shape[0]
+        return Launch((ceil_div(num_rows, _NUM_THREADS // 32), 1, 1), _NUM_THREADS, (out, x, num_rows, float(self.eps)))

@@ -1,19 +1,58 @@
 """out = activation(x @ weight.T + bias)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, Literal
 
 import numpy as np
 
+from gkd.dtype import DType
+from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div, dtype_define
+from gkd.ops.blocks import row_blocks
 from gkd.ops.contract import Array, Signature, float_dtype
 from gkd.ops.gelu import gelu_
+from gkd.ops.threads import for_each, num_cores
 
 Activation = Literal["none", "gelu"]
+LinearKernel = Literal["auto", "simt", "mma"]
 
-# Rows of one BLAS call, largest first. Short inputs take a small block, long ones a block that BLAS is fast at.
+# Rows of one BLAS call: a short input takes a small block, a long one the block that BLAS is fast at.
 _BLOCK_ROWS = (256, 128, 64, 32, 16, 8, 4)
+# Up to here a product takes its time from the weights, which several cores share by columns; above, they share rows.
+_SPLIT_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How a kernel cuts the product: a block of threads computes block_m x block_n results. Only CHUNK_K sets bits."""
+
+    block_m: int
+    block_n: int
+    num_threads: int
+    constants: tuple[tuple[str, int], ...]
+    smem_bytes: int = 0
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        tile = (("BLOCK_M", self.block_m), ("BLOCK_N", self.block_n), ("NUM_THREADS", self.num_threads))
+        return (*tile, *self.constants)
+
+
+# CHUNK_K is part of the order of the sums, which every fp32 kernel follows: one chain over a K of 1024 to 4096 would be
+# 3 to 5 times less exact than sums of chains of 64, which are about as exact as cuBLAS.
+_SIMT = _Tiling(128, 64, 128, (("CHUNK_K", 64),))
+
+
+def _mma_tiling(block_m: int, block_n: int, num_stages: int) -> _Tiling:
+    block_k = 64
+    num_warps = block_m * block_n // (64 * 64)
+    smem_bytes = num_stages * (block_m + block_n) * block_k * 2
+    return _Tiling(block_m, block_n, num_warps * 32, (("BLOCK_K", block_k), ("NUM_STAGES", num_stages)), smem_bytes)
+
+
+# 96 KiB of stages. Of compute capability 9.0 two blocks share an SM, so that one computes while the other waits for its
+# first tile or stores its results; 8.6, 8.9 and 12.x give a block 99 KiB and hold one.
+_MMA = _mma_tiling(128, 128, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +61,16 @@ class Linear:
 
     Shapes:  out (num_tokens, out_features), x (num_tokens, in_features),
              weight (out_features, in_features), bias (out_features,).
-    Dtypes:  one floating dtype throughout.
+    Dtypes:  one floating dtype; bias in its accumulator's, f32 for 16 bits.
+
+    `kernel` is what runs on a GPU: `mma`, tensor cores, takes 16 bits, in_features % 8 == 0, compute capability 8.0 and
+    later; `simt` takes anything; `auto` is the first of them that can. The two add in different orders.
     """
 
     in_features: int
     out_features: int
     activation: Activation = "none"
+    kernel: LinearKernel = "auto"
 
     name: ClassVar[str] = "linear"
 
@@ -37,51 +80,94 @@ class Linear:
         signature.match("x", x, ("num_tokens", self.in_features), dtype)
         signature.match("out", out, ("num_tokens", self.out_features), dtype)
         signature.match("weight", weight, (self.out_features, self.in_features), dtype)
-        signature.match("bias", bias, (self.out_features,), dtype)
+        signature.match("bias", bias, (self.out_features,), dtype.accumulator)
 
     def reference(self, out: Array, x: Array, weight: Array, bias: Array) -> None:
-        blocks = invariant_block_rows(self.in_features, self.out_features) if x.dtype == np.float32 else (256,)
-        for start, end, rows in _row_blocks(len(x), blocks):
-            if end - start == rows:
-                np.matmul(x[start:end], weight.T, out=out[start:end])
-            else:
-                padded = np.zeros((rows, self.in_features), x.dtype)
-                padded[: end - start] = x[start:end]
-                out[start:end] = (padded @ weight.T)[: end - start]
-            out[start:end] += bias
-            if self.activation == "gelu":
-                gelu_(out[start:end])
+        def compute(piece: tuple[int, int, slice]) -> None:
+            start, rows, columns = piece
+            inputs, outputs = x[start : start + rows], out[start : start + rows, columns]
+            self._product(outputs, inputs, weight[columns], rows)
+            for part in row_blocks(*outputs.shape):
+                values = outputs[part] + bias[columns]
+                if self.activation == "gelu":
+                    gelu_(values)
+                outputs[part] = values
 
+        for_each(compute, self._pieces(len(x)) if x.dtype == np.float32 else [(0, len(x), slice(None))])
 
-def _row_blocks(num_rows: int, block_rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(start, end, rows of the product): the largest blocks that fill, then the smallest that holds the rest."""
-    start = 0
-    while start < num_rows:
-        left = num_rows - start
-        rows = next((rows for rows in reversed(block_rows) if rows >= left), block_rows[0])
-        yield start, min(start + rows, num_rows), rows
-        start += rows
+    def plan(self, dtype: DType, arch: int) -> KernelPlan:
+        use_mma = self.kernel == "mma" or (self.kernel == "auto" and self._fits_mma(dtype, arch))
+        name, tiling = ("linear_mma", _MMA) if use_mma else ("linear_simt", _SIMT)
+        sizes = (("IN_FEATURES", self.in_features), ("OUT_FEATURES", self.out_features))
+        defines = (dtype_define(dtype), *sizes, ("GELU", int(self.activation == "gelu")), *tiling.defines)
+        return KernelPlan(KernelSpec(name, defines), partial(self._launch, tiling))
+
+    def _fits_mma(self, dtype: DType, arch: int) -> bool:
+        return dtype in (DType.F16, DType.BF16) and arch >= 80 and self.in_features % 8 == 0
+
+    def _launch(self, tiling: _Tiling, out: Array, x: Array, weight: Array, bias: Array) -> Launch:
+        num_rows = x.shape[0]
+        num_blocks = ceil_div(num_rows, tiling.block_m) * ceil_div(self.out_features, tiling.block_n)
+        arguments = (out, x, weight, bias, num_rows)
+        return Launch((num_blocks, 1, 1), tiling.num_threads, arguments, tiling.smem_bytes)
+
+    def _pieces(self, num_rows: int) -> list[tuple[int, int, slice]]:
+        """(first row, rows, columns) of each product: enough for every core, of block sizes that keep the bits."""
+        blocks, num_column_pieces = invariant_products(self.in_features, self.out_features)
+        share = max(_SPLIT_ROWS, ceil_div(num_rows, num_cores()))
+        blocks = tuple(rows for rows in blocks if rows <= share) or blocks[-1:]
+        if num_rows > blocks[0]:
+            num_column_pieces = 1
+        width = ceil_div(self.out_features, num_column_pieces)
+        columns = [slice(first, min(first + width, self.out_features)) for first in range(0, self.out_features, width)]
+        pieces, start = [], 0
+        while start < num_rows:
+            rows = next((rows for rows in reversed(blocks) if rows >= num_rows - start), blocks[0])
+            pieces += [(start, rows, piece) for piece in columns]
+            start += rows
+        return pieces
+
+    def _product(self, out: Array, x: Array, weight: Array, rows: int) -> None:
+        """out = x @ weight.T, as a product of exactly `rows` rows."""
+        if len(x) == rows:
+            np.matmul(x, weight.T, out=out)
+        else:
+            padded = np.zeros((rows, self.in_features), x.dtype)
+            padded[: len(x)] = x
+            out[:] = (padded @ weight.T)[: len(x)]
 
 
 @cache
-def invariant_block_rows(in_features: int, out_features: int) -> tuple[int, ...]:
-    """Block sizes, largest first, in which a row gets the same bits wherever it stands, on this machine's BLAS.
+def invariant_products(in_features: int, out_features: int) -> tuple[tuple[int, ...], int]:
+    """How a product may be cut so that a row gets the same bits however it is, on this machine's BLAS.
 
-    A BLAS may add up a row in another order for another number of rows, or at another place among them:
-    OpenBLAS does with its AVX2 kernels (from 32 rows on) and does not with its AVX-512 ones. The order depends
-    on shapes and never on values, so random operands show it. The largest size that is unmoved by a rotation of
-    its rows sets the bits; smaller ones must reproduce them. A single row, a matrix-vector product, always does.
+    Returns the numbers of rows of a block, largest first, and into how many pieces the columns of a block of at most
+    _SPLIT_ROWS rows may go: as many as there are cores, or 1.
+
+    A BLAS may add up a row in another order for another number of rows, or at another place among them: OpenBLAS
+    does with its AVX2 kernels and does not with its AVX-512 ones. The order depends on shapes and never on values, so
+    random operands show it. The largest block that is unmoved by a rotation of its rows sets the bits; the others must
+    reproduce them. A single row, a matrix-vector product, always does.
     """
     rng = np.random.default_rng(0)
     x = rng.random((_BLOCK_ROWS[0], in_features), dtype=np.float32)
     weight = rng.random((out_features, in_features), dtype=np.float32)
-    invariant: list[int] = []
-    for rows in _BLOCK_ROWS:
-        if not invariant:
-            product = x[:rows] @ weight.T
-            # 5 has no factor in common with any block size, so a rotation by it links every place with every other.
-            if np.array_equal(np.roll(product, 5, axis=0), np.roll(x[:rows], 5, axis=0) @ weight.T):
-                invariant.append(rows)
-        elif np.array_equal(product[5 : 5 + rows], x[5 : 5 + rows] @ weight.T):
-            invariant.append(rows)
-    return tuple(invariant) or (1,)
+    width = ceil_div(out_features, num_cores())
+    blocks: list[int] = []
+    same_by_columns: list[bool] = []
+
+    def probe(_: None) -> None:
+        for rows in _BLOCK_ROWS:
+            if not blocks:
+                expected = x[:rows] @ weight.T
+                # 5 has no factor in common with any size, so a rotation by it links every place with every other.
+                if np.array_equal(np.roll(expected, 5, axis=0), np.roll(x[:rows], 5, axis=0) @ weight.T):
+                    blocks.append(rows)
+            elif np.array_equal(expected[5 : 5 + rows], x[5 : 5 + rows] @ weight.T):
+                blocks.append(rows)
+            if blocks and rows == blocks[-1] and rows <= _SPLIT_ROWS:
+                by_columns = [x[:rows] @ weight[first : first + width].T for first in range(0, out_features, width)]
+                same_by_columns.append(np.array_equal(np.concatenate(by_columns, axis=1), expected[:rows]))
+
+    for_each(probe, [None])
+    return tuple(blocks) or (1,), num_cores() if same_by_columns and all(same_by_columns) else 1

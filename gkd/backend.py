@@ -1,0 +1,83 @@
+"""What an engine asks of a device. `gkd.cpu` and `gkd.cuda` are the two that there are."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+from numpy.typing import NDArray
+
+from gkd.dtype import DType
+from gkd.ops import Operator
+
+Result = TypeVar("Result")
+
+
+class Backend(Protocol):
+    """Tensors on one device, and operators that run on them.
+
+    `call` may come from any thread; every other method, inside a function that `call` runs. A tensor is whatever the
+    backend takes for one: an engine only passes it on.
+    """
+
+    @property
+    def name(self) -> str:
+        """`cuda` or `cpu`."""
+
+    @property
+    def device_name(self) -> str:
+        """The device as its driver or operating system names it."""
+
+    @property
+    def dtype(self) -> DType:
+        """The precision of matrices and activations."""
+
+    @property
+    def rows_budget(self) -> int:
+        """Most tokens of one forward."""
+
+    @property
+    def keeps_mapping(self) -> bool:
+        """A weights file stays mapped, since weights are used where they lie in it."""
+
+    @property
+    def faulted(self) -> bool:
+        """The device has failed since it was acquired, and what it holds is lost."""
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels loaded on the device now."""
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Runs `function` on the device's thread, or when no other call runs, and gives or raises what it does."""
+
+    def stop(self) -> None:
+        """Gives the device back for good."""
+
+    def acquire(self) -> None:
+        """Takes the device."""
+
+    def release(self) -> None:
+        """Gives everything on the device back; nothing is done where nothing is held."""
+
+    def prepare(self, ops: Iterable[Operator]) -> None:
+        """Begins to get the operators' kernels ready."""
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        """An uninitialised tensor, held until `release`."""
+
+    def weight(self, target: DType, shape: tuple[int, ...], parts: list[tuple[DType, NDArray[Any]]]) -> Any:
+        """A tensor of host arrays, each with the type it is stored in, put one after another along axis 0."""
+
+    def finish_loading(self) -> None:
+        """Waits until the weights have arrived and the prepared kernels are loaded; only then may the arrays go."""
+
+    def head(self, tensor: Any, shape: tuple[int, ...]) -> Any:
+        """A tensor of another shape at the beginning of a flat one's memory."""
+
+    def upload(self, tensor: Any, array: NDArray[Any]) -> Any:
+        """The array on the device, at the head of `tensor`."""
+
+    def download(self, out: NDArray[Any], tensor: Any) -> None:
+        """Waits for everything queued and copies a tensor into a contiguous array."""
+
+    def run(self, op: Operator, *tensors: Any) -> None:
+        """Checks the tensors against the operator's contract, then computes or queues it."""

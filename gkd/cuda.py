@@ -1,0 +1,225 @@
+"""The CUDA backend: tensors on one device, operators run by their kernels.
+
+A session is everything that lives in the device's context: stream, arenas, kernels. It is opened to load a model and
+closed to give the device back; every call on it comes on the device thread.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from gkd.arch import arch_name
+from gkd.build import build_all
+from gkd.cache import CubinCache
+from gkd.compiler import Cubin
+from gkd.device import Device, DeviceThread
+from gkd.driver import check, cu
+from gkd.dtype import DType
+from gkd.env import read_env
+from gkd.errors import DriverError, OutOfMemory
+from gkd.kernel import KernelPlan, KernelSpec
+from gkd.memory import Arena, Staging
+from gkd.module import Kernel
+from gkd.ops import Operator
+from gkd.stream import Stream
+from gkd.tensor import Tensor
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class CudaBackend:
+    """Runs operators on one device, in one precision."""
+
+    name = "cuda"
+    # Tokens of one forward: enough to fill any card, and the workspace stays below a gigabyte.
+    rows_budget = 16384
+    # Weights are copied to the device, so the file's pages need not stay.
+    keeps_mapping = False
+
+    def __init__(self, device: Device, dtype: DType) -> None:
+        self.device = device
+        self.device_name = device.name
+        self.dtype = dtype
+        self.faulted = False
+        self._thread = DeviceThread(f"cuda:{device.ordinal}")
+        self._session: _Session | None = None
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels loaded on the device now."""
+        session = self._session
+        return len(session.kernels) if session is not None else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory held for weights and workspace."""
+        session = self._session
+        return session.arena.num_bytes if session is not None else 0
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Runs `function` on the device thread, after what was asked before.
+
+        A DriverError other than OutOfMemory is a fault: the context is lost, and given back at once.
+        """
+
+        def watched() -> Result:
+            try:
+                return function()
+            except OutOfMemory:
+                raise
+            except DriverError:
+                self.faulted = True
+                self.release()
+                raise
+
+        return self._thread.call(watched)
+
+    def stop(self) -> None:
+        """Gives the device back and ends the thread."""
+        self.call(self.release)
+        self._thread.stop()
+
+    # From here on: only on the device thread.
+
+    def acquire(self) -> None:
+        """Takes the device's context."""
+        self._session = _Session(self.device)
+        self.faulted = False
+
+    def release(self) -> None:
+        """Gives memory, kernels and context back; nothing is done where nothing is held."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(faulted=self.faulted)
+
+    def prepare(self, ops: Iterable[Operator]) -> None:
+        """Begins to compile the operators' kernels on other threads, or to fetch them from the cache."""
+        self._open_session.prepare(ops, self.dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """An uninitialised tensor that lives until `release`; raises OutOfMemory."""
+        return self._open_session.arena.tensor(shape, dtype)
+
+    def weight(self, target: DType, shape: tuple[int, ...], parts: list[tuple[DType, NDArray[Any]]]) -> Tensor:
+        """A tensor of host arrays, each with the type it is stored in, put one after another along axis 0."""
+        session = self._open_session
+        tensor = self.empty(shape, target)
+        rows = shape[0] // len(parts)
+        for index, (stored, array) in enumerate(parts):
+            part = tensor.rows(index * rows, (index + 1) * rows)
+            if stored is target:
+                session.staging.upload(part.pointer, array)
+            else:
+                session.staging.upload_cast(part, stored, array, self.run)
+        return tensor
+
+    def finish_loading(self) -> None:
+        """Waits for the copies of weights and for the prepared kernels, and gives the staging memory back."""
+        self._open_session.finish_loading()
+
+    def head(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of another shape at the beginning of this one's memory."""
+        return tensor.head(shape)
+
+    def upload(self, tensor: Tensor, array: NDArray[Any]) -> Tensor:
+        """Queues a copy of an array to the head of `tensor`; the array may be changed once this returns."""
+        target = tensor.head(array.shape)
+        stream = self._open_session.stream
+        check("cuMemcpyHtoD", cu.cuMemcpyHtoDAsync(target.pointer, array.ctypes.data, array.nbytes, stream.handle))
+        return target
+
+    def download(self, out: NDArray[Any], tensor: Tensor) -> None:
+        """Waits for everything queued and copies a tensor into a contiguous array."""
+        stream = self._open_session.stream
+        check("cuMemcpyDtoH", cu.cuMemcpyDtoHAsync(out.ctypes.data, tensor.pointer, out.nbytes, stream.handle))
+        stream.synchronize()
+
+    def run(self, op: Operator, *tensors: Any) -> None:
+        """Checks the tensors against the operator's contract, then queues its kernel."""
+        op.check(*tensors)
+        self._open_session.run(op, self.dtype, tensors)
+
+    @property
+    def _open_session(self) -> "_Session":
+        assert self._session is not None, "the device has not been acquired"
+        return self._session
+
+
+class _Session:
+    """Everything that dies with the device's context."""
+
+    def __init__(self, device: Device) -> None:
+        self._handle = check("cuDeviceGet", cu.cuDeviceGet(device.ordinal))
+        self._arch = device.capability
+        context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
+        check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
+        environment = read_env()
+        self._synchronous = environment.sync
+        self._cache = CubinCache(environment.cache_dir, complete=environment.assert_cached)
+        self._builds = ThreadPoolExecutor(1, thread_name_prefix="gkd-build")
+        self._building: Future[list[Cubin]] | None = None
+        self._prepared: list[KernelSpec] = []
+        self._plans: dict[tuple[Operator, DType], KernelPlan] = {}
+        self.kernels: dict[KernelSpec, Kernel] = {}
+        self.stream = Stream()
+        self.arena = Arena()
+        self.staging = Staging(self.stream)
+
+    def prepare(self, ops: Iterable[Operator], dtype: DType) -> None:
+        """Begins to build kernels, which `finish_loading` waits for."""
+        self._prepared = list(dict.fromkeys(self._plan(op, dtype).spec for op in ops))
+        self._building = self._builds.submit(self._build, self._prepared)
+
+    def run(self, op: Operator, dtype: DType, tensors: tuple[Any, ...]) -> None:
+        plan = self._plan(op, dtype)
+        kernel = self.kernels.get(plan.spec)
+        if kernel is None:
+            [cubin] = self._build([plan.spec])
+            kernel = self.kernels[plan.spec] = Kernel(plan.spec, cubin)
+        launch = plan.launch(*tensors)
+        kernel.launch(self.stream, launch)
+        if self._synchronous:
+            try:
+                self.stream.synchronize()
+            except DriverError as error:
+                raise type(error)(f"{error}; kernel {kernel.describe(launch)}") from None
+
+    def finish_loading(self) -> None:
+        if self._building is not None:
+            cubins, self._building = self._building.result(), None
+            self.kernels |= {spec: Kernel(spec, cubin) for spec, cubin in zip(self._prepared, cubins, strict=True)}
+        self.stream.synchronize()
+        self.staging.close()
+
+    def _build(self, specs: list[KernelSpec]) -> list[Cubin]:
+        return build_all([(spec, arch_name(self._arch)) for spec in specs], self._cache)
+
+    def close(self, *, faulted: bool) -> None:
+        """Gives everything back, handles first and the context last. After a fault the context takes all with it."""
+        self._builds.shutdown()
+        steps = [
+            self.stream.synchronize,
+            self.staging.close,
+            *(kernel.close for kernel in self.kernels.values()),
+            self.arena.close,
+            self.stream.close,
+        ]
+        for step in steps:
+            try:
+                step()
+            except DriverError as error:
+                if not faulted:
+                    logger.error("giving the device back: %s", error)
+        check("cuCtxSetCurrent", cu.cuCtxSetCurrent(None))
+        check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self._handle))
+
+    def _plan(self, op: Operator, dtype: DType) -> KernelPlan:
+        plan = self._plans.get((op, dtype))
+        if plan is None:
+            plan = self._plans[op, dtype] = op.plan(dtype, self._arch)
+        return plan

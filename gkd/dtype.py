@@ -1,0 +1,47 @@
+"""The element types of tensors."""
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+
+class DType(Enum):
+    """An element type, by the name that users and flags know it by."""
+
+    F64 = "f64"
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    I32 = "i32"
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The NumPy type that holds an element in host memory; NumPy has no bf16, whose bits are carried as uint16."""
+        return _STORAGE[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.storage.itemsize
+
+    @property
+    def accumulator(self) -> "DType":
+        """The type of sums, and of the vectors that are added to them: biases, gamma and beta."""
+        return DType.F64 if self is DType.F64 else DType.F32
+
+
+_STORAGE: dict[DType, np.dtype[Any]] = {
+    DType.F64: np.dtype(np.float64),
+    DType.F32: np.dtype(np.float32),
+    DType.F16: np.dtype(np.float16),
+    DType.BF16: np.dtype(np.uint16),
+    DType.I32: np.dtype(np.int32),
+}
+_BY_STORAGE: dict[np.dtype[Any], DType] = {storage: dtype for dtype, storage in _STORAGE.items()}
+
+
+def dtype_of(tensor: Any) -> DType | None:
+    """The element type of a Tensor or of a NumPy array; None for an array that no operator takes."""
+    dtype = tensor.dtype
+    return dtype if isinstance(dtype, DType) else _BY_STORAGE.get(dtype)

@@ -1,0 +1,49 @@
+"""What an operator says of its kernel: the source and the constants it is compiled with, and how it is launched."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.dtype import DType
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """A kernel specialised by constants: what is compiled."""
+
+    name: str
+    """kernels/<name>.cu, whose one entry has this name."""
+    defines: tuple[tuple[str, int | str], ...]
+    """-D constants, in order: only what changes the code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: geometry and arguments."""
+
+    grid: tuple[int, int, int]
+    """Blocks."""
+    num_threads: int
+    """Threads of a block."""
+    arguments: tuple[Any, ...]
+    """In the order of the kernel's parameters: tensors, int for `int`, float for `float`."""
+    smem_bytes: int = 0
+    """Dynamic shared memory of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """How an operator runs on a device: what to compile at load, and how to launch it for the tensors of a call."""
+
+    spec: KernelSpec
+    launch: Callable[..., Launch]
+
+
+def dtype_define(dtype: DType) -> tuple[str, int]:
+    """The constant that sets `T` in kernels/include/types.cuh."""
+    return f"DTYPE_{dtype.name}", 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The number of pieces of size b that hold a."""
+    return -(-a // b)

@@ -1,0 +1,75 @@
+// attention_plain: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, for any HEAD_DIM up to 256
+// out (num_tokens, NUM_HEADS * HEAD_DIM) T; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
+// keys, all values; cu_seqlens (num_texts + 1) i32; scale = 1 / sqrt(HEAD_DIM); fp32 throughout, rounded to T once
+// launch  grid = (ceil(max_seqlen / BLOCK_Q), NUM_HEADS, num_texts), block = NUM_THREADS, smem = 0; one warp a query,
+//         which walks the text's keys in blocks of BLOCK_K
+// bound   reads of the first-level cache and shuffles: for head widths that no model we know has, right rather than fast
+// source  see gkd/ops/attention.py
+#include "include/attention.cuh"
+#include "include/reduce.cuh"
+
+#if !defined(BLOCK_Q) || !defined(BLOCK_K) || !defined(NUM_THREADS)
+#error "BLOCK_Q, BLOCK_K, NUM_THREADS: set by gkd.ops.attention"
+#endif
+static_assert(HEAD_DIM <= 256);
+static_assert(BLOCK_Q == NUM_THREADS / 32, "a warp a query");
+static_assert(BLOCK_K == 32, "a lane a key");
+
+// Dimension i * 32 + lane_idx is element i of the lane.
+constexpr int LANE_DIMS = (HEAD_DIM + 31) / 32;
+
+__device__ __forceinline__ void load_row(float (&values)[LANE_DIMS], const T* row, int lane_idx) {
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; ++i) {
+        int dim = i * 32 + lane_idx;
+        values[i] = dim < HEAD_DIM ? to_float(row[dim]) : 0.0f;
+    }
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void attention_plain(
+    T* out, const T* qkv, const int* cu_seqlens, float scale) {
+    int start = cu_seqlens[blockIdx.z], length = cu_seqlens[blockIdx.z + 1] - start;
+    int query_idx = blockIdx.x * BLOCK_Q + threadIdx.x / 32;
+    if (query_idx >= length) return;  // a whole warp, so that no lane misses a shuffle
+    int lane_idx = threadIdx.x % 32;
+    const T* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
+
+    float query[LANE_DIMS], context[LANE_DIMS] = {};
+    load_row(query, text_rows + static_cast<size_t>(query_idx) * QKV_STRIDE, lane_idx);
+    // running_sum is the lane's own part, completed once at the end.
+    float running_max = NEGATIVE_INFINITY, running_sum = 0.0f;
+    for (int first_key = 0; first_key < length; first_key += BLOCK_K) {
+        const T* key_rows = text_rows + static_cast<size_t>(first_key) * QKV_STRIDE + HIDDEN_SIZE;
+        const T* value_rows = key_rows + HIDDEN_SIZE;
+        int num_keys = min(BLOCK_K, length - first_key);
+        float score = NEGATIVE_INFINITY;  // of key lane_idx
+        for (int key_idx = 0; key_idx < num_keys; ++key_idx) {
+            float key[LANE_DIMS], product = 0.0f;
+            load_row(key, key_rows + static_cast<size_t>(key_idx) * QKV_STRIDE, lane_idx);
+#pragma unroll
+            for (int i = 0; i < LANE_DIMS; ++i) product = fmaf(query[i], key[i], product);
+            product = warp_sum(product);
+            if (lane_idx == key_idx) score = product * scale;
+        }
+        float new_max = fmaxf(running_max, warp_max(score));
+        float correction = expf(running_max - new_max), weight = expf(score - new_max);
+        running_max = new_max;
+        running_sum = fmaf(running_sum, correction, weight);
+#pragma unroll
+        for (int i = 0; i < LANE_DIMS; ++i) context[i] *= correction;
+        for (int key_idx = 0; key_idx < num_keys; ++key_idx) {
+            float value[LANE_DIMS], key_weight = __shfl_sync(0xffffffffu, weight, key_idx);
+            load_row(value, value_rows + static_cast<size_t>(key_idx) * QKV_STRIDE, lane_idx);
+#pragma unroll
+            for (int i = 0; i < LANE_DIMS; ++i) context[i] = fmaf(key_weight, value[i], context[i]);
+        }
+    }
+
+    float sum = warp_sum(running_sum);
+    T* out_row = out + static_cast<size_t>(start + query_idx) * HIDDEN_SIZE + blockIdx.y * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; ++i) {
+        int dim = i * 32 + lane_idx;
+        if (dim < HEAD_DIM) out_row[dim] = from_float<T>(context[i] / sum);
+    }
+}

@@ -1,0 +1,39 @@
+// embed_layer_norm: out = LayerNorm(word[input_ids] + token_type[0] + position[position_ids]) * gamma + beta
+// out (num_rows, HIDDEN_SIZE) T; input_ids, position_ids (num_rows) i32 in range; word, position, token_type
+// (any, HIDDEN_SIZE) T; gamma, beta (HIDDEN_SIZE) f32; fp32 statistics in two passes
+// launch  grid = ceil(num_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
+// bound   memory: reads three rows, writes one
+// source  see gkd/ops/embed_layer_norm.py
+#include "include/layer_norm.cuh"
+#include "include/types.cuh"
+
+#if !defined(HIDDEN_SIZE) || !defined(NUM_THREADS)
+#error "HIDDEN_SIZE, NUM_THREADS: set by gkd.ops.embed_layer_norm"
+#endif
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
+    T* out,
+    const int* input_ids,
+    const int* position_ids,
+    const T* word,
+    const T* position,
+    const T* token_type,
+    const float* gamma,
+    const float* beta,
+    int num_rows,
+    float eps) {
+    int row = blockIdx.x * (NUM_THREADS / 32) + threadIdx.x / 32;
+    if (row >= num_rows) return;  // a whole warp, so that no lane misses a shuffle
+    int lane_idx = threadIdx.x % 32;
+    const T* word_row = word + static_cast<size_t>(input_ids[row]) * HIDDEN_SIZE;
+    const T* position_row = position + static_cast<size_t>(position_ids[row]) * HIDDEN_SIZE;
+    float values[LANE_ELEMENTS(HIDDEN_SIZE)];
+#pragma unroll
+    for (int i = 0; i < LANE_ELEMENTS(HIDDEN_SIZE); ++i) {
+        int column = i * 32 + lane_idx;
+        values[i] = column < HIDDEN_SIZE
+                        ? to_float(word_row[column]) + to_float(token_type[column]) + to_float(position_row[column])
+                        : 0.0f;
+    }
+    layer_norm<T, HIDDEN_SIZE>(out + static_cast<size_t>(row) * HIDDEN_SIZE, values, gamma, beta, lane_idx, eps);
+}

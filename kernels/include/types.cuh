@@ -1,0 +1,50 @@
+// Element types without CUDA's headers, and their way to float and back. `T` is the type that the kernel is compiled
+// for: -D DTYPE_F32, DTYPE_F16 or DTYPE_BF16.
+#pragma once
+#include "include/ptx.cuh"
+
+struct f16 {
+    unsigned short bits;
+};
+struct bf16 {
+    unsigned short bits;
+};
+
+#if defined(DTYPE_F32)
+using T = float;
+#elif defined(DTYPE_F16)
+using T = f16;
+#elif defined(DTYPE_BF16)
+using T = bf16;
+#endif
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(f16 value) { return cvt_f32_f16(value.bits); }
+__device__ __forceinline__ float to_float(bf16 value) { return __int_as_float(static_cast<int>(value.bits) << 16); }
+
+// To nearest even. bf16 has no instruction before sm_80: there the rounding is done on the bits, and a NaN, whose mantissa
+// the rounding would carry into the exponent, is cut off and kept quiet.
+__device__ __forceinline__ unsigned short bf16_bits(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return cvt_bf16_f32(value);
+#else
+    unsigned bits = static_cast<unsigned>(__float_as_int(value));
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<unsigned short>((bits >> 16) | 0x40u);
+    return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
+}
+
+template <class Element>
+__device__ __forceinline__ Element from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+    return value;
+}
+template <>
+__device__ __forceinline__ f16 from_float<f16>(float value) {
+    return f16{cvt_f16_f32(value)};
+}
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float value) {
+    return bf16{bf16_bits(value)};
+}

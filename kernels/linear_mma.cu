@@ -1,0 +1,215 @@
+// linear_mma: out = activation(x @ weight^T + bias) on the tensor cores, for 16-bit T on sm_80 and later
+// out (num_rows, OUT_FEATURES), x (num_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T, all at 16 bytes;
+// bias (OUT_FEATURES) f32; fp32 accumulators, rounded once
+// launch  grid = ceil(num_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS,
+//         smem = NUM_STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2
+// bound   arithmetic for many rows; the reading of the weights for few
+// order   a result is one ascending chain of m16n8k16 products over K from 0. It depends on the row, the weights and
+//         nothing else: no warp shares its sums.
+// source  see gkd/ops/linear.py; the pipeline of cp.async stages is CUTLASS's "multistage" one
+#include "include/gelu.cuh"
+#include "include/mma.cuh"
+#include "include/types.cuh"
+#include "include/vector.cuh"
+
+#if !defined(IN_FEATURES) || !defined(OUT_FEATURES) || !defined(GELU) || !defined(BLOCK_M) || !defined(BLOCK_N) || \
+    !defined(BLOCK_K) || !defined(NUM_STAGES) || !defined(NUM_THREADS)
+#error "IN_FEATURES, OUT_FEATURES, GELU, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_THREADS: set by gkd.ops.linear"
+#endif
+
+constexpr int VECTOR = 8;   // elements of 16 bytes, which is what cp.async copies and a row of ldmatrix has
+constexpr int STEP_K = 16;  // depth of one tensor-core product
+constexpr int NUM_STEPS = BLOCK_K / STEP_K;
+constexpr int NUM_TILES = (IN_FEATURES + BLOCK_K - 1) / BLOCK_K;
+
+// NOTE: 64 x 64 outputs a warp. Shared memory gives 128 bytes a cycle, and a step reads (64 + 64) * 16 * 2 bytes for 32
+// products: with smaller warp tiles the reads, not the products, would be the bound.
+constexpr int WARP_M = 64, WARP_N = 64;
+constexpr int WARPS_M = BLOCK_M / WARP_M;
+constexpr int TILES_M = WARP_M / 16, TILES_N = WARP_N / 8;  // products of a warp in a step
+
+static_assert(sizeof(T) == 2, "f16 or bf16");
+static_assert(IN_FEATURES % VECTOR == 0, "a row of x and of the weights starts at 16 bytes");
+static_assert(BLOCK_K == 64, "a row of a stage is 128 bytes: see swizzle");
+static_assert(BLOCK_M % WARP_M == 0 && BLOCK_N % WARP_N == 0, "whole warps");
+static_assert(NUM_THREADS / 32 == WARPS_M * (BLOCK_N / WARP_N), "a warp for each part of the tile");
+static_assert(NUM_STAGES >= 2, "one stage is filled while another is read");
+
+struct Stage {
+    T x[BLOCK_M * BLOCK_K];
+    T weight[BLOCK_N * BLOCK_K];
+};
+static_assert(NUM_STAGES * sizeof(Stage) >= BLOCK_M * BLOCK_N * sizeof(T), "results are staged where the tiles were");
+
+// Where 8 elements of a tile with rows of 64 lie.
+// NOTE: a row fills all 32 banks, so that equal vectors of 8 rows, which ldmatrix reads at once, would lie in the same
+// 4. Exchanged within the row by its number, they lie in 8 different groups of 4, and a row is still 128 bytes in line.
+__device__ __forceinline__ T* swizzle(T* smem_tile, int row, int vector_idx) {
+    return smem_tile + row * BLOCK_K + (vector_idx ^ row % 8) * VECTOR;
+}
+
+// A thread's share of the copies of ROWS rows of x or of the weights, tile after tile: one vector of every ROW_STEP-th
+// row.
+// NOTE: one pointer a thread. The others lie at constant distances from it, which the copy instructions add.
+template <int ROWS>
+struct TileCopy {
+    static constexpr int ROW_VECTORS = BLOCK_K / VECTOR;
+    static constexpr int ROW_STEP = NUM_THREADS / ROW_VECTORS;
+    static_assert(ROWS % ROW_STEP == 0 && ROW_STEP % 8 == 0, "the same number of vectors for all, equally swizzled");
+
+    const T* source;
+    int rows_left;  // in the matrix from the thread's first row on
+    int row, vector_idx;
+
+    __device__ __forceinline__ TileCopy(const T* matrix, int first_row, int num_rows)
+        : row(threadIdx.x / ROW_VECTORS), vector_idx(threadIdx.x % ROW_VECTORS) {
+        source = matrix + static_cast<size_t>(first_row + row) * IN_FEATURES + vector_idx * VECTOR;
+        rows_left = num_rows - first_row - row;
+    }
+
+    // Starts the copy of columns [first_k, first_k + BLOCK_K), each call BLOCK_K further than the one before. Zeros
+    // come from outside the matrix: they leave a sum as it is.
+    __device__ __forceinline__ void start(T* smem_tile, int first_k) {
+        bool inside = IN_FEATURES % BLOCK_K == 0 || first_k + vector_idx * VECTOR < IN_FEATURES;
+        T* destination = swizzle(smem_tile, row, vector_idx);
+#pragma unroll
+        for (int i = 0; i < ROWS / ROW_STEP; ++i) {
+            // NOTE: of 0 source bytes nothing is read, so that the address may lie outside the matrix.
+            int source_bytes = inside && i * ROW_STEP < rows_left ? VECTOR * sizeof(T) : 0;
+            cp_async_16(destination + i * ROW_STEP * BLOCK_K, source + i * ROW_STEP * IN_FEATURES, source_bytes);
+        }
+        source += BLOCK_K;
+    }
+};
+
+// A warp's operands of one step, in the registers' order of m16n8k16.
+struct Fragments {
+    unsigned x[TILES_M][4];
+    unsigned weight[TILES_N / 2][4];  // two products' each
+
+    __device__ __forceinline__ void load(Stage& stage, int warp_row, int warp_column, int step) {
+        int lane_idx = threadIdx.x % 32;
+        int vector_idx = step * (STEP_K / VECTOR);
+        // Lanes 0-15 give 16 rows of x at the step's first 8 k, lanes 16-31 the same rows at the other 8.
+        const T* smem_x = swizzle(stage.x, warp_row + lane_idx % 16, vector_idx + lane_idx / 16);
+#pragma unroll
+        for (int m = 0; m < TILES_M; ++m) ldmatrix_x4(x[m], smem_x + m * 16 * BLOCK_K);
+        // Lanes 0-15 give 8 rows of the weights at the first 8 k and again at the other 8, lanes 16-31 the next 8 rows.
+        int row = warp_column + lane_idx / 16 * 8 + lane_idx % 8;
+        const T* smem_weight = swizzle(stage.weight, row, vector_idx + lane_idx / 8 % 2);
+#pragma unroll
+        for (int n = 0; n < TILES_N / 2; ++n) ldmatrix_x4(weight[n], smem_weight + n * 16 * BLOCK_K);
+    }
+};
+
+__device__ __forceinline__ void multiply(float (&sums)[TILES_M][TILES_N][4], const Fragments& fragments) {
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m) {
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n) {
+            const unsigned* pair = &fragments.weight[n / 2][n % 2 * 2];
+            mma_m16n8k16(sums[m][n], fragments.x[m], pair[0], pair[1]);
+        }
+    }
+}
+
+// Activation and rounding, then rows of 64 results (128 bytes) by way of a warp's part of shared memory: of a product
+// 4 lanes hold 8 neighbouring columns, 16 bytes, which alone would fill half a sector of global memory.
+__device__ __forceinline__ void store_results(
+    T* out, const float (&sums)[TILES_M][TILES_N][4], const float* bias, int num_rows, int first_row, int first_column,
+    T* smem_results) {
+    int lane_idx = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n) {
+        int column = first_column + n * 8 + lane_idx % 4 * 2;
+        float column_bias[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) column_bias[i] = column + i < OUT_FEATURES ? bias[column + i] : 0.0f;
+#pragma unroll
+        for (int m = 0; m < TILES_M; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float pair[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    pair[i] = sums[m][n][half * 2 + i] + column_bias[i];
+                    if constexpr (GELU) pair[i] = gelu(pair[i]);
+                }
+                int row = m * 16 + half * 8 + lane_idx / 4;
+                T* destination = swizzle(smem_results, row, n) + lane_idx % 4 * 2;
+                *reinterpret_cast<unsigned*>(destination) = pack(pair[0], pair[1]);
+            }
+        }
+    }
+    __syncwarp();  // the warp's 32 lanes: each reads what others wrote
+    int vector_idx = lane_idx % (WARP_N / VECTOR);
+    int column = first_column + vector_idx * VECTOR;
+#pragma unroll
+    for (int i = 0; i < WARP_M / 4; ++i) {
+        int row = i * 4 + lane_idx / (WARP_N / VECTOR);
+        if (first_row + row >= num_rows) break;
+        Vector<T, VECTOR> vector = load_vector<VECTOR>(swizzle(smem_results, row, vector_idx));
+        T* destination = out + static_cast<size_t>(first_row + row) * OUT_FEATURES + column;
+        if constexpr (OUT_FEATURES % VECTOR == 0) {
+            if (column < OUT_FEATURES) store_vector(destination, vector);
+        } else {
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+                if (column + j < OUT_FEATURES) destination[j] = vector.values[j];
+            }
+        }
+    }
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_mma(
+    T* out, const T* x, const T* weight, const float* bias, int num_rows) {
+    extern __shared__ Stage smem_stages[];
+
+    constexpr int NUM_COLUMN_BLOCKS = (OUT_FEATURES + BLOCK_N - 1) / BLOCK_N;
+    int block_row = blockIdx.x / NUM_COLUMN_BLOCKS * BLOCK_M;
+    int block_column = blockIdx.x % NUM_COLUMN_BLOCKS * BLOCK_N;
+    int warp_idx = threadIdx.x / 32;
+    int warp_row = warp_idx % WARPS_M * WARP_M;
+    int warp_column = warp_idx / WARPS_M * WARP_N;
+
+    TileCopy<BLOCK_M> copy_x(x, block_row, num_rows);
+    TileCopy<BLOCK_N> copy_weight(weight, block_column, OUT_FEATURES);
+    // One group of copies a tile. Past the last tile the group is empty, so that the number of groups tells the tile.
+    auto load_stage = [&](int tile) {
+        if (tile < NUM_TILES) {
+            Stage& stage = smem_stages[tile % NUM_STAGES];
+            copy_x.start(stage.x, tile * BLOCK_K);
+            copy_weight.start(stage.weight, tile * BLOCK_K);
+        }
+        cp_async_commit();
+    };
+    for (int tile = 0; tile < NUM_STAGES - 1; ++tile) load_stage(tile);
+    cp_async_wait<NUM_STAGES - 2>();
+    __syncthreads();  // all threads: the first tile has come, each thread having waited for its own copies
+
+    // Two sets of operands: a step's are read from shared memory while the products of the step before are under way.
+    Fragments fragments[2];
+    fragments[0].load(smem_stages[0], warp_row, warp_column, 0);
+    float sums[TILES_M][TILES_N][4] = {};
+    for (int tile = 0; tile < NUM_TILES; ++tile) {
+#pragma unroll
+        for (int step = 0; step < NUM_STEPS; ++step) {
+            bool tile_ends = step == NUM_STEPS - 1;
+            if (tile_ends) {
+                cp_async_wait<NUM_STAGES - 2>();
+                __syncthreads();  // all threads, once a tile: the next tile has come, and this one has been read
+            }
+            if (!tile_ends || tile + 1 < NUM_TILES) {
+                Stage& stage = smem_stages[(tile + tile_ends) % NUM_STAGES];
+                fragments[(step + 1) % 2].load(stage, warp_row, warp_column, (step + 1) % NUM_STEPS);
+            }
+            // Into the stage of the tile before, which all have read since the barrier.
+            if (step == 0) load_stage(tile + NUM_STAGES - 1);
+            multiply(sums, fragments[step % 2]);
+        }
+    }
+
+    // The barrier of the last tile freed the stages: every operand is in registers, and no copy is under way.
+    T* smem_results = reinterpret_cast<T*>(smem_stages) + warp_idx * (WARP_M * WARP_N);
+    store_results(out, sums, bias, num_rows, block_row + warp_row, block_column + warp_column, smem_results);
+}

@@ -1,0 +1,293 @@
+"""Each operator's float32 reference against float64, or against an independent computation; and its contract."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from threadpoolctl import threadpool_info
+
+from gkd.cpu import CpuBackend
+from gkd.dtype import DType
+from gkd.errors import DtypeError, ShapeError
+from gkd.ops import AddLayerNorm, Attention, Cast, EmbedLayerNorm, L2Normalize, Linear, Operator, Pool
+from gkd.ops.contract import Array
+from gkd.ops.gelu import gelu_
+from gkd.ops.linear import invariant_products
+from gkd.ops.threads import for_each, num_cores
+
+EPS32 = float(np.finfo(np.float32).eps)
+RNG = np.random.default_rng(7)
+
+
+def normal(*shape: int) -> Array:
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def assert_close(got: Array, expected: Array, bound: Array | float) -> None:
+    """|got - expected| <= bound everywhere; a NaN fails, since it is not <= anything."""
+    error = np.abs(got.astype(np.float64) - expected)
+    ok = error <= bound
+    assert ok.all(), f"{(~ok).sum()} of {ok.size} out of bounds, worst {np.nanmax(error / bound)} times the bound"
+
+
+def run(op: Operator, out: Array, *inputs: Any) -> Array:
+    """The output of one call, over memory in which an element left unwritten shows as NaN."""
+    out.fill(np.nan)
+    CpuBackend().run(op, out, *inputs)
+    return out
+
+
+def both(op: Operator, shape: tuple[int, ...], *inputs: Any) -> tuple[Array, Array]:
+    """The output in float32 and, from the same numbers, in float64."""
+    wide = [x.astype(np.float64) if getattr(x, "dtype", None) == np.float32 else x for x in inputs]
+    return run(op, np.empty(shape, np.float32), *inputs), run(op, np.empty(shape, np.float64), *wide)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 257])
+@pytest.mark.parametrize(("in_features", "out_features"), [(32, 48), (80, 33), (384, 1152)])
+def test_linear_matches_float64(rows: int, in_features: int, out_features: int) -> None:
+    x, weight, bias = normal(rows, in_features), normal(out_features, in_features), normal(out_features)
+    got, expected = both(Linear(in_features, out_features), (rows, out_features), x, weight, bias)
+    # in_features products are rounded and added one after another, in whatever order; then the bias.
+    terms = np.abs(x).astype(np.float64) @ np.abs(weight.T) + np.abs(bias)
+    assert_close(got, expected, (in_features + 1) * EPS32 * terms)
+
+
+def test_linear_gelu_is_the_exact_gelu() -> None:
+    x, weight, bias = normal(5, 64), normal(96, 64), normal(96)
+    _, plain = both(Linear(64, 96), (5, 96), x, weight, bias)
+    _, got = both(Linear(64, 96, "gelu"), (5, 96), x, weight, bias)
+    expected = torch.nn.functional.gelu(torch.from_numpy(plain)).numpy()
+    assert_close(got, expected, 1e-14 * (1 + np.abs(plain)))
+
+
+def test_gelu_float32_over_its_whole_range() -> None:
+    x = np.concatenate([np.linspace(-20, 20, 400_001), np.geomspace(1e-38, 1, 1000), [0.0, -0.0]]).astype(np.float32)
+    got = x.copy()
+    gelu_(got)
+    expected = np.array([0.5 * v * math.erfc(-v * math.sqrt(0.5)) for v in x.astype(np.float64)])
+    # Rounding of x itself, and of the small correction that is taken from it: 2.7e-7 up to |x| = 4.
+    assert_close(got, expected, 2 * EPS32 * np.maximum(np.abs(x), 1e-38))
+
+
+def test_gelu_of_values_that_are_huge_or_not_finite() -> None:
+    x = np.array([1e30, -1e30, np.inf, -np.inf, np.nan], np.float32)
+    with np.errstate(all="ignore"):
+        gelu_(x)
+    assert x[0] == np.float32(1e30) and x[1] == 0
+    assert not np.isfinite(x[2:]).any()
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (1536, 384)])
+def test_a_row_of_linear_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
+    in_features, out_features = shape
+    op = Linear(in_features, out_features)
+    x, weight, bias = normal(1700, in_features), normal(out_features, in_features), normal(out_features)
+    together = run(op, np.empty((1700, out_features), np.float32), x, weight, bias)
+    for first, last in ((0, 1), (13, 14), (5, 9), (3, 20), (100, 165), (1, 300), (399, 700), (9, 1500)):
+        apart = run(op, np.empty((last - first, out_features), np.float32), x[first:last], weight, bias)
+        assert np.array_equal(apart, together[first:last]), f"rows {first} to {last}"
+
+
+@pytest.mark.parametrize("products", [((16, 8), 1), ((64,), 3), ((256, 4), 16), ((256, 128), 1), ((1,), 2)])
+@pytest.mark.parametrize("rows", [1, 20, 77, 300])
+def test_linear_on_another_blas_and_other_cores(
+    products: tuple[tuple[int, ...], int], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gkd.ops.linear.invariant_products", lambda *_: products)
+    x, weight, bias = normal(rows, 64), normal(33, 64), normal(33)
+    got, expected = both(Linear(64, 33), (rows, 33), x, weight, bias)
+    assert_close(got, expected, 65 * EPS32 * (np.abs(x).astype(np.float64) @ np.abs(weight.T) + np.abs(bias)))
+
+
+def test_a_block_size_that_moves_a_bit_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Matrix(np.ndarray[Any, Any]):
+        """A BLAS whose sums depend on the number of rows below 64, and on a row's place above 128."""
+
+        def __matmul__(self, other: Any) -> Any:
+            product = np.asarray(self) @ np.asarray(other)
+            if len(self) > 128:
+                product[0] += np.float32(1)
+            return product + np.float32(len(self) < 64)
+
+    class Generator:
+        def random(self, shape: tuple[int, ...], dtype: Any) -> Any:
+            return RNG.integers(0, 8, shape).astype(dtype).view(Matrix)
+
+    monkeypatch.setattr(np.random, "default_rng", lambda _: Generator())
+    assert invariant_products.__wrapped__(24, 40) == ((128, 64), num_cores())
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 2, 100])
+def test_every_piece_is_worked_on_once_with_blas_on_one_thread(num_items: int) -> None:
+    blas_threads = {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+    seen: list[int] = []
+
+    def work(item: int) -> None:
+        assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {1}
+        seen.append(item)
+
+    for_each(work, range(num_items))
+    assert sorted(seen) == list(range(num_items))
+    assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == blas_threads
+
+
+def test_a_piece_that_fails_fails_the_call() -> None:
+    def work(item: int) -> None:
+        if item == 7:
+            raise ValueError("seven")
+
+    with pytest.raises(ValueError, match="seven"):
+        for_each(work, range(20))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 7], [256, 257, 600], [800]])
+def test_attention_matches_torch_in_float64(head_dim: int, lengths: list[int]) -> None:
+    num_heads, tokens = 3, sum(lengths)
+    qkv = 2 * normal(tokens, 3 * num_heads * head_dim)
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    got, wide = both(Attention(num_heads, head_dim), (tokens, num_heads * head_dim), qkv, cu_seqlens, max(lengths))
+    for start, end in pairwise(cu_seqlens):
+        q, k, v = (
+            torch.from_numpy(qkv[start:end].astype(np.float64)).reshape(-1, 3, num_heads, head_dim).permute(1, 2, 0, 3)
+        )
+        context = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        expected = context.transpose(0, 1).flatten(1).numpy()
+        assert_close(wide[start:end], expected, 1e-12)
+        # Scores are of the order of 4 * sqrt(head_dim); their rounding moves the weights by that many ulps.
+        assert_close(got[start:end], expected, 100 * EPS32 * np.abs(v.numpy()).max())
+
+
+def test_attention_survives_large_scores() -> None:
+    qkv = 60 * normal(40, 3 * 64)
+    got, expected = both(Attention(2, 32), (40, 64), qkv, np.array([0, 40], np.int32), 40)
+    assert_close(got, expected, 0.02 * np.abs(qkv).max())
+
+
+def test_a_text_has_the_same_attention_bits_at_another_place() -> None:
+    op, lengths = Attention(4, 32), [5, 200, 31, 140]
+    qkv, cu_seqlens = normal(sum(lengths), 3 * 128), np.cumsum([0, *lengths]).astype(np.int32)
+    together = run(op, np.empty((sum(lengths), 128), np.float32), qkv, cu_seqlens, max(lengths))
+    for start, end in pairwise(cu_seqlens):
+        alone = np.ascontiguousarray(qkv[start:end])
+        got = run(
+            op, np.empty((end - start, 128), np.float32), alone, np.array([0, end - start], np.int32), end - start
+        )
+        assert np.array_equal(got, together[start:end])
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 32), (7, 384), (100, 1024)])
+def test_add_layer_norm_matches_float64_and_torch(rows: int, size: int) -> None:
+    x, residual, gamma, beta = normal(rows, size) + 3, normal(rows, size), normal(size), normal(size)
+    got, wide = both(AddLayerNorm(size, 1e-5), (rows, size), x, residual, gamma, beta)
+    total = torch.from_numpy(x.astype(np.float64) + residual.astype(np.float64))
+    scale, shift = (torch.from_numpy(w.astype(np.float64)) for w in (gamma, beta))
+    assert_close(wide, torch.nn.functional.layer_norm(total, (size,), scale, shift, 1e-5).numpy(), 1e-12)
+    # The mean is at most 3 deviations here, and is subtracted after rounding: a few ulps of it, times gamma.
+    assert_close(got, wide, 16 * EPS32 * (np.abs(gamma) * 8 + np.abs(beta)))
+
+
+def test_add_layer_norm_in_place_and_row_by_row() -> None:
+    op, (x, residual), (gamma, beta) = AddLayerNorm(96, 1e-5), normal(2, 50, 96), normal(2, 96)
+    apart = run(op, np.empty((50, 96), np.float32), x, residual, gamma, beta)
+    in_place = residual.copy()
+    CpuBackend().run(op, in_place, x, in_place, gamma, beta)
+    assert np.array_equal(in_place, apart)
+    for row in (0, 17, 49):
+        alone = run(op, np.empty((1, 96), np.float32), x[row : row + 1], residual[row : row + 1], gamma, beta)
+        assert np.array_equal(alone[0], apart[row])
+
+
+def test_embed_layer_norm_takes_the_right_rows() -> None:
+    word, position, token_type = normal(30, 64), normal(12, 64), normal(2, 64)
+    gamma, beta = normal(2, 64)
+    ids, places = np.array([3, 29, 0, 3], np.int32), np.array([0, 11, 5, 2], np.int32)
+    got, wide = both(EmbedLayerNorm(64, 1e-12), (4, 64), ids, places, word, position, token_type, gamma, beta)
+    rows = (word[ids].astype(np.float64) + token_type[0]) + position[places]
+    centered = rows - rows.mean(1, keepdims=True)
+    expected = centered / np.sqrt(centered.var(1, keepdims=True) + 1e-12) * gamma + beta
+    assert_close(wide, expected, 1e-12)
+    assert_close(got, expected, 16 * EPS32 * (np.abs(gamma) * 8 + np.abs(beta)))
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 64, 65, 1], [700]])
+def test_pooling(lengths: list[int]) -> None:
+    tokens = sum(lengths)
+    hidden, cu_seqlens = normal(tokens, 48) + 1, np.cumsum([0, *lengths]).astype(np.int32)
+    texts = [hidden[start:end] for start, end in pairwise(cu_seqlens)]
+    first, _ = both(Pool(48, "cls"), (len(lengths), 48), hidden, cu_seqlens)
+    assert np.array_equal(first, np.stack([text[0] for text in texts]))
+    mean, _ = both(Pool(48, "mean"), (len(lengths), 48), hidden, cu_seqlens)
+    # 64 additions in a block, then one for each block, then the division.
+    bound = [(64 + len(text) // 64 + 1) * EPS32 * np.abs(text).mean(axis=0, dtype=np.float64) for text in texts]
+    assert_close(mean, np.stack([text.mean(axis=0, dtype=np.float64) for text in texts]), np.stack(bound))
+
+
+def test_l2_normalize() -> None:
+    x = normal(6, 100)
+    x[2] = 0
+    x[3] *= np.float32(1e-15)
+    got, wide = both(L2Normalize(100), (6, 100), x)
+    assert_close(wide, torch.nn.functional.normalize(torch.from_numpy(x.astype(np.float64))).numpy(), 1e-15)
+    assert_close(got, wide, 16 * EPS32)
+    assert not got[2].any()
+
+
+def test_cast_agrees_with_torch_on_every_16_bit_value() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    as_bf16 = run(Cast(DType.BF16, DType.F32), np.empty(bits.shape, np.float32), bits)
+    assert np.array_equal(as_bf16, torch.from_numpy(bits).view(torch.bfloat16).float().numpy(), equal_nan=True)
+    as_f16 = run(Cast(DType.F16, DType.F32), np.empty(bits.shape, np.float32), bits.view(np.float16))
+    assert np.array_equal(as_f16, torch.from_numpy(bits).view(torch.float16).float().numpy(), equal_nan=True)
+
+
+def test_cast_rounds_to_nearest_even() -> None:
+    halves = (np.arange(1 << 16, dtype=np.uint32) << 16) | np.uint32(0x8000)
+    extremes = np.array([np.inf, -np.inf, 3.4e38, 1e-40], np.float32)
+    x = np.concatenate([halves.view(np.float32), normal(5000), extremes])
+    out = np.empty(x.shape, np.uint16)
+    CpuBackend().run(Cast(DType.F32, DType.BF16), out, x)
+    expected = torch.from_numpy(x).bfloat16().view(torch.uint16).numpy()
+    finite = ~np.isnan(x)
+    assert np.array_equal(out[finite], expected[finite])
+    back = run(Cast(DType.BF16, DType.F32), np.empty(x.shape, np.float32), out)
+    assert np.isnan(back[~finite]).all()
+
+
+CONTRACTS: list[tuple[Operator, list[tuple[tuple[int, ...], Any]]]] = [
+    (Linear(8, 4), [((3, 4), "f4"), ((3, 8), "f4"), ((4, 8), "f4"), ((4,), "f4")]),
+    (Attention(2, 4), [((3, 8), "f4"), ((3, 24), "f4"), ((2,), "i4")]),
+    (AddLayerNorm(8, 1e-5), [((3, 8), "f4"), ((3, 8), "f4"), ((3, 8), "f4"), ((8,), "f4"), ((8,), "f4")]),
+    (
+        EmbedLayerNorm(8, 1e-5),
+        [((3, 8), "f4"), ((3,), "i4"), ((3,), "i4"), *[((5, 8), "f4")] * 3, ((8,), "f4"), ((8,), "f4")],
+    ),
+    (Pool(8, "mean"), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4")]),
+    (L2Normalize(8), [((2, 8), "f4"), ((2, 8), "f4")]),
+    (Cast(DType.F16, DType.F32), [((2, 8), "f4"), ((2, 8), "f2")]),
+]
+
+
+@pytest.mark.parametrize(("op", "signature"), CONTRACTS, ids=[op.name for op, _ in CONTRACTS])
+def test_the_contract_names_the_tensor_that_does_not_fit(
+    op: Operator, signature: list[tuple[tuple[int, ...], Any]]
+) -> None:
+    tensors = [np.zeros(shape, dtype) for shape, dtype in signature]
+    scalars = (3,) if op.name == "attention" else ()
+    op.check(*tensors, *scalars)
+    for index, tensor in enumerate(tensors):
+        wrong_dtype = [*tensors]
+        wrong_dtype[index] = tensor.astype(np.int64)
+        with pytest.raises(DtypeError, match=f"^{op.name}: `"):
+            op.check(*wrong_dtype, *scalars)
+        wrong_rank = [*tensors]
+        wrong_rank[index] = tensor[None]
+        if op.name != "cast":  # of one shape, whichever it is
+            with pytest.raises(ShapeError, match=f"^{op.name}: `"):
+                op.check(*wrong_rank, *scalars)
+    with pytest.raises(ShapeError, match="out"):
+        op.check(np.zeros((7, *tensors[0].shape[1:]), np.float32), *tensors[1:], *scalars)
