@@ -1,0 +1,205 @@
+"""attention_plain, attention_simt and attention_mma on the CPU: against the reference in float64, and text by text."""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from gkd.dtype import DType
+from gkd.kernel import KernelPlan
+from gkd.ops.attention import Attention, AttentionKernel
+from gkd.ops.contract import Array
+from tests.cusim.harness import FORWARD, ORDERS, build_all, run
+from tests.numerics import UNIT, assert_close, narrowed, poisoned, widened
+
+# One key, a part of a block, a whole one, one more, and more queries than any block has.
+LENGTHS = (17, 1, 130, 64, 2, 65)
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: AttentionKernel
+    dtype: DType
+    num_heads: int
+    head_dim: int
+    arch: int = 80
+
+    @property
+    def op(self) -> Attention:
+        return Attention(self.num_heads, self.head_dim, self.kernel)
+
+    @property
+    def plan(self) -> KernelPlan:
+        return self.op.plan(self.dtype, self.arch)
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-{self.dtype.value}-{self.num_heads}x{self.head_dim}-sm_{self.arch}"
+
+
+CASES = (
+    Case("plain", DType.F32, 2, 48),
+    Case("plain", DType.F16, 1, 80, arch=75),
+    Case("plain", DType.BF16, 1, 33, arch=75),  # rows that no vector load can read; bf16 without its instruction
+    Case("simt", DType.F32, 3, 32),
+    Case("simt", DType.F32, 2, 64),
+    Case("simt", DType.F32, 1, 128),
+    Case("simt", DType.F16, 2, 64, arch=75),  # half the queries a block: shared memory is smaller
+    Case("simt", DType.BF16, 1, 128, arch=75),
+    Case("mma", DType.F16, 3, 32),
+    Case("mma", DType.BF16, 2, 64),
+    Case("mma", DType.F16, 1, 64),
+    Case("mma", DType.BF16, 1, 128),
+)
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    for arch in {case.arch for case in CASES}:
+        build_all([case.plan.spec for case in CASES if case.arch == arch], arch=arch)
+
+
+@cache
+def packed(case: Case, scale: float = 1.0) -> Array:
+    """qkv of all texts."""
+    rng = np.random.default_rng(17)
+    return narrowed(scale * rng.standard_normal((sum(LENGTHS), 3 * case.width), dtype=np.float32), case.dtype)
+
+
+def attend(
+    case: Case, qkv: Array, lengths: tuple[int, ...], order: int = FORWARD, sanitize: bool = False, longest: int = 0
+) -> Array:
+    """The output, over memory in which an element left unwritten is a NaN; the rows after it stay as they were."""
+    memory = poisoned((len(qkv) + 2, case.width), case.dtype)
+    out = memory[: len(qkv)]
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    arguments = (out, qkv, cu_seqlens, max(longest, *lengths))
+    case.op.check(*arguments)
+    run(case.plan, *arguments, order=order, sanitize=sanitize, arch=case.arch)
+    assert (memory[len(qkv) :].view(np.uint8) == 0xFF).all(), "rows past the end were written"
+    return out
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    return np.array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def reference(case: Case, qkv: Array, lengths: tuple[int, ...]) -> Array:
+    out = np.full((len(qkv), case.width), np.nan)
+    case.op.reference(out, qkv, np.cumsum([0, *lengths]).astype(np.int32), max(lengths))
+    return out
+
+
+def bound(case: Case, qkv: Array, lengths: tuple[int, ...]) -> Array:
+    """The error of the computation before its one rounding to the type of `out`, for each element.
+
+    Relative to the mean of the values' magnitudes under the same weights: a score's error is the relative error of its
+    weight, once above and once below the fraction; then the weights and their products are summed over the keys.
+    """
+    step = 2 * UNIT[DType.F32]  # of one operation; a tensor core may cut off where it does not round
+    score_magnitude = np.empty((len(qkv), case.width))
+    for start, end in pairwise(np.cumsum([0, *lengths])):
+        query, key, _ = np.abs(qkv[start:end]).reshape(end - start, 3, case.num_heads, case.head_dim).swapaxes(0, 1)
+        largest = np.einsum("qhd,khd->qhk", query, key).max(axis=-1) / np.sqrt(case.head_dim)
+        score_magnitude[start:end] = np.repeat(largest, case.head_dim, axis=1)
+    relative = 2 * step * ((case.head_dim + 8) * score_magnitude + max(lengths) + 16)
+    least = 0.0
+    if case.kernel == "mma":
+        relative += UNIT[case.dtype]
+        if case.dtype is DType.F16:
+            # A weight below 2^-14 has a rounding error of its own size; the largest weight is 1, and so is their sum.
+            least = max(lengths) * 2.0**-25 * np.abs(qkv).max()
+    magnitudes = qkv.copy()
+    magnitudes[:, 2 * case.width :] = np.abs(magnitudes[:, 2 * case.width :])
+    return np.asarray(np.expm1(relative) * reference(case, magnitudes, lengths) + least)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0], ids=["", "large-scores"])
+@cases
+def test_matches_float64_in_any_schedule(case: Case, scale: float) -> None:
+    qkv = packed(case, scale)
+    outputs = [attend(case, qkv, LENGTHS, order) for order in ORDERS]
+    wide = widened(qkv)
+    assert_close(outputs[0], reference(case, wide, LENGTHS), bound(case, wide, LENGTHS))
+    assert all(same_bits(out, outputs[0]) for out in outputs)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype is DType.F32], ids=str)
+def test_fp32_is_as_exact_as_numpy(case: Case) -> None:
+    qkv = packed(case)
+    want, by_numpy = reference(case, widened(qkv), LENGTHS), poisoned((len(qkv), case.width), DType.F32)
+    case.op.reference(by_numpy, qkv, np.cumsum([0, *LENGTHS]).astype(np.int32), max(LENGTHS))
+    error, error_of_numpy = (np.sqrt(np.square(out - want).mean()) for out in (attend(case, qkv, LENGTHS), by_numpy))
+    assert error <= 1.5 * error_of_numpy
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["forward", "reverse", "random"])
+@cases
+def test_reads_and_writes_inside_its_arrays(case: Case, order: int) -> None:
+    qkv = packed(case)
+    assert same_bits(attend(case, qkv, LENGTHS, order, sanitize=True), attend(case, qkv, LENGTHS))
+
+
+@cases
+def test_a_text_has_its_bits_alone_and_in_any_company(case: Case) -> None:
+    qkv = packed(case)
+    together = attend(case, qkv, LENGTHS)
+    for length, (start, end) in zip(LENGTHS, pairwise(np.cumsum([0, *LENGTHS])), strict=True):
+        alone = attend(case, qkv[start:end].copy(), (length,), longest=300)
+        assert same_bits(alone, together[start:end])
+        # In another place, among texts that spoil whatever they touch.
+        company = narrowed(np.full((length + 8, 3 * case.width), np.nan), case.dtype)
+        company[5:-3] = qkv[start:end]
+        assert same_bits(attend(case, company, (5, length, 3))[5:-3], together[start:end])
+
+
+@cases
+def test_a_query_has_its_bits_in_any_row(case: Case) -> None:
+    qkv = packed(case)[:130].copy()
+    qkv[:, : case.width] = qkv[7, : case.width]
+    out = attend(case, qkv, (130,))
+    assert same_bits(out, np.tile(out[:1], (130, 1)))
+
+
+@cases
+def test_a_nan_stays_in_its_text(case: Case) -> None:
+    qkv = packed(case).copy()
+    clean = attend(case, qkv, LENGTHS)
+    start, end = 18, 148
+    qkv[end - 1, case.width] = narrowed(np.array([np.nan]), case.dtype)[0]  # the first head's last key
+    out = attend(case, qkv, LENGTHS)
+    assert np.isnan(widened(out[start:end, : case.head_dim])).all()
+    out[start:end, : case.head_dim] = clean[start:end, : case.head_dim]
+    assert same_bits(out, clean)
+
+
+def test_auto_takes_tensor_cores_where_it_can() -> None:
+    def name(head_dim: int, dtype: DType, arch: int) -> str:
+        return Attention(3, head_dim).plan(dtype, arch).spec.name
+
+    assert {name(dim, dtype, 80) for dim in (32, 64, 128) for dtype in (DType.F16, DType.BF16)} == {"attention_mma"}
+    assert {name(64, DType.F32, 90), name(32, DType.F16, 75), name(128, DType.BF16, 75)} == {"attention_simt"}
+    assert {name(48, DType.F32, 90), name(80, DType.F16, 120), name(256, DType.BF16, 75)} == {"attention_plain"}
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86, 90, 120])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+def test_shared_memory_fits_a_block(dtype: DType, head_dim: int, arch: int) -> None:
+    kernel_smem_bytes = (
+        Attention(1, head_dim)
+        .plan(dtype, arch)
+        .launch(
+            *(np.empty(shape, dtype.storage) for shape in ((1, head_dim), (1, 3 * head_dim))),
+            np.array([0, 1], np.int32),
+            1,
+        )
+        .smem_bytes
+    )
+    assert kernel_smem_bytes <= (64 << 10 if arch == 75 else 99 << 10)

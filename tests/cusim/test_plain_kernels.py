@@ -1,0 +1,229 @@
+"""The kernels without tensor cores, run on the CPU: against the references in float64, and row by row."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from gkd.dtype import DType
+from gkd.kernel import KernelPlan
+from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, L2Normalize, Operator, Pool
+from gkd.ops.contract import Array
+from tests.cusim.harness import ORDERS, RANDOM, build_all, run
+from tests.numerics import UNIT, assert_close, narrowed, poisoned, widened
+
+ARCH = 80
+EPS = 1e-3  # large enough to be missed if it is left out
+U = UNIT[DType.F32]
+RNG = np.random.default_rng(3)
+
+# Every type, and every way in which a row fits a warp: exactly, by one too many, by half, in many rounds.
+VARIANTS = [
+    (DType.F32, 33),
+    (DType.F32, 384),
+    (DType.F16, 33),
+    (DType.F16, 80),
+    (DType.BF16, 32),
+    (DType.BF16, 80),
+]
+NORM_SIZES = [33, 384]
+FLOATS = (DType.F32, DType.F16, DType.BF16)
+CASTS = [(source, target) for source in FLOATS for target in FLOATS if source is not target]
+# 4 rows a block: one alone, a full block, and ragged ones.
+ROWS = [1, 4, 9]
+LENGTHS = [1, 64, 65, 130]
+
+
+class Mode(NamedTuple):
+    order: int
+    sanitize: bool
+
+
+# A sanitizer sees the same accesses in every order.
+MODES = [*(Mode(order, sanitize=False) for order in ORDERS), Mode(RANDOM, sanitize=True)]
+
+variants = pytest.mark.parametrize(("dtype", "size"), VARIANTS, ids=lambda value: getattr(value, "value", value))
+modes = pytest.mark.parametrize(
+    "mode", MODES, ids=lambda mode: f"{('forward', 'reverse', 'random')[mode.order]}{'-sanitized' * mode.sanitize}"
+)
+
+
+def operators() -> list[tuple[Operator, DType]]:
+    ops: list[tuple[Operator, DType]] = []
+    for dtype, size in VARIANTS:
+        ops += ((op, dtype) for op in (AddLayerNorm(size, EPS), EmbedLayerNorm(size, EPS)))
+        ops += ((op, dtype) for op in (Pool(size, "cls"), Pool(size, "mean")))
+    ops += ((L2Normalize(size), DType.F32) for size in NORM_SIZES)
+    ops += ((Cast(source, target), target) for source, target in CASTS)
+    return ops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    build_all((op.plan(dtype, ARCH).spec for op, dtype in operators()), arch=ARCH)
+
+
+def normal(*shape: int) -> Array:
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def launcher(plan: KernelPlan, mode: Mode, shape: tuple[int, ...], dtype: DType) -> Callable[..., Array]:
+    """Calls the kernel for an output of this shape, which begins as NaN."""
+
+    def launch(*inputs: Any) -> Array:
+        out = poisoned(shape, dtype)
+        run(plan, out, *inputs, order=mode.order, sanitize=mode.sanitize, arch=ARCH)
+        return out
+
+    return launch
+
+
+def expected(op: Operator, shape: tuple[int, ...], *inputs: Array) -> Array:
+    """The reference's output in float64, from the numbers that the kernel is given."""
+    out = np.full(shape, np.nan)
+    op.reference(out, *(widened(array) for array in inputs))
+    return out
+
+
+def layer_norm_bound(total: Array, magnitude: Array, gamma: Array, beta: Array) -> Array:
+    """The error of a LayerNorm in fp32 of `total`, a sum of terms whose absolute values add up to `magnitude`."""
+    size = total.shape[-1]
+    # A lane's chain of additions, five across the warp, and a few operations on the sum.
+    steps = -(-size // 32) + 8
+    centred = total - total.mean(axis=-1, keepdims=True)
+    scale = 1 / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + EPS)
+    centred_error = U * (2 * magnitude + steps * np.abs(total).mean(axis=-1, keepdims=True) + np.abs(centred))
+    # The variance's relative error is twice that of its terms, and the root halves it.
+    scale_error = np.sqrt(np.square(centred_error).mean(axis=-1, keepdims=True)) * scale + steps * U
+    normalized = np.abs(centred) * scale
+    error = centred_error * scale + normalized * (scale_error + 4 * U)
+    return np.asarray(np.abs(gamma) * error + 2 * U * (np.abs(gamma) * normalized + np.abs(beta)))
+
+
+@modes
+@variants
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> None:
+    op = AddLayerNorm(size, EPS)
+    x, residual = narrowed(3 + normal(rows, size), dtype), narrowed(normal(rows, size), dtype)
+    gamma, beta = normal(size), normal(size)
+    got = launcher(op.plan(dtype, ARCH), mode, (rows, size), dtype)(x, residual, gamma, beta)
+    wide_x, wide_residual = widened(x), widened(residual)
+    bound = layer_norm_bound(wide_x + wide_residual, np.abs(wide_x) + np.abs(wide_residual), gamma, beta)
+    assert_close(got, expected(op, (rows, size), x, residual, gamma, beta), bound)
+
+    alone = launcher(op.plan(dtype, ARCH), mode, (1, size), dtype)
+    last = slice(rows - 1, rows)
+    assert np.array_equal(alone(x[last], residual[last], gamma, beta), got[last])
+
+
+@modes
+@pytest.mark.parametrize("overwritten", ["x", "residual"])
+def test_add_layer_norm_in_place(overwritten: str, mode: Mode) -> None:
+    plan = AddLayerNorm(33, EPS).plan(DType.F32, ARCH)
+    x, residual, gamma, beta = normal(5, 33), normal(5, 33), normal(33), normal(33)
+    apart = launcher(plan, mode, (5, 33), DType.F32)(x, residual, gamma, beta)
+    out = x if overwritten == "x" else residual
+    run(plan, out, x, residual, gamma, beta, order=mode.order, sanitize=mode.sanitize, arch=ARCH)
+    assert np.array_equal(out, apart)
+
+
+@modes
+@variants
+@pytest.mark.parametrize("rows", ROWS)
+def test_embed_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> None:
+    op, vocab_size, num_positions = EmbedLayerNorm(size, EPS), 7, 5
+    # The last row of each table is used, too: the sanitized build knows where the tables end.
+    input_ids = RNG.integers(0, vocab_size, rows, dtype=np.int32)
+    position_ids = RNG.integers(0, num_positions, rows, dtype=np.int32)
+    input_ids[-1], position_ids[-1] = vocab_size - 1, num_positions - 1
+    word, position = narrowed(normal(vocab_size, size), dtype), narrowed(normal(num_positions, size), dtype)
+    token_type, gamma, beta = narrowed(normal(1, size), dtype), normal(size), normal(size)
+    inputs = (input_ids, position_ids, word, position, token_type, gamma, beta)
+    got = launcher(op.plan(dtype, ARCH), mode, (rows, size), dtype)(*inputs)
+    terms = np.stack([widened(word)[input_ids], widened(position)[position_ids], widened(token_type)[[0] * rows]])
+    bound = layer_norm_bound(terms.sum(axis=0), np.abs(terms).sum(axis=0), gamma, beta)
+    assert_close(got, expected(op, (rows, size), *inputs), bound)
+
+    alone = launcher(op.plan(dtype, ARCH), mode, (1, size), dtype)
+    assert np.array_equal(alone(input_ids[-1:], position_ids[-1:], *inputs[2:]), got[-1:])
+
+
+@modes
+@variants
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_pool(dtype: DType, size: int, pooling: Any, mode: Mode) -> None:
+    op = Pool(size, pooling)
+    plan, shape = op.plan(dtype, ARCH), (len(LENGTHS), size)
+    cu_seqlens = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    hidden = narrowed(normal(sum(LENGTHS), size), dtype)
+    got = launcher(plan, mode, shape, DType.F32)(hidden, cu_seqlens)
+    # A mean: 64 additions, then one for each 64, and a division; of the absolute values' mean each.
+    additions = np.array([[64 + length / 64 + 2] for length in LENGTHS])
+    magnitude = expected(op, shape, np.abs(widened(hidden)), cu_seqlens)
+    bound = U * additions * magnitude if pooling == "mean" else np.zeros(shape)
+    assert_close(got, expected(op, shape, hidden, cu_seqlens), bound)
+
+    alone = launcher(plan, mode, (1, size), DType.F32)
+    for text, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        assert np.array_equal(alone(hidden[start:end], np.array([0, end - start], np.int32))[0], got[text])
+
+
+@modes
+@pytest.mark.parametrize("size", NORM_SIZES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_l2_normalize(size: int, rows: int, mode: Mode) -> None:
+    op = L2Normalize(size)
+    x = normal(rows, size)
+    x[rows // 2] *= np.float32(1e-15)  # shorter than eps
+    x[rows // 3] = 0
+    got = launcher(op.plan(DType.F32, ARCH), mode, (rows, size), DType.F32)(x)
+    want = expected(op, (rows, size), x)
+    assert_close(got, want, (-(-size // 32) + 8) * U * np.abs(want))
+    assert not got[rows // 3].any()
+
+    alone = launcher(op.plan(DType.F32, ARCH), mode, (1, size), DType.F32)
+    assert np.array_equal(alone(x[-1:]), got[-1:])
+    run(op.plan(DType.F32, ARCH), x, x, order=mode.order, sanitize=mode.sanitize, arch=ARCH)
+    assert np.array_equal(x, got)
+
+
+@modes
+@pytest.mark.parametrize(("source", "target"), CASTS, ids=lambda dtype: dtype.value)
+def test_cast_of_every_16_bit_value(source: DType, target: DType, mode: Mode) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    if source is DType.F32:
+        # bf16's values, what lies half-way to the next one, and f16's ties.
+        values = bits.astype(np.uint32) << 16
+        f16 = bits.view(np.float16)[np.isfinite(bits.view(np.float16))].astype(np.float32).view(np.uint32)
+        x = np.concatenate([values, values | 0x8000, f16, f16 | 0x1000, f16 | 0x1001]).view(np.float32)
+    else:
+        x = bits.view(source.storage)
+    x = x[: len(x) - 3]  # no whole number of blocks
+    if mode.sanitize or mode.order != RANDOM:
+        x = x[5::17].copy()
+    op = Cast(source, target)
+    got = launcher(op.plan(target, ARCH), mode, x.shape, target)(x)
+    want = poisoned(x.shape, target)
+    with np.errstate(all="ignore"):
+        op.reference(want, x)
+    is_nan = np.isnan(widened(want))
+    assert np.array_equal(np.isnan(widened(got)), is_nan)
+    assert np.array_equal(
+        got.view(np.uint8).reshape(len(x), -1)[~is_nan], want.view(np.uint8).reshape(len(x), -1)[~is_nan]
+    )
+
+
+def test_cast_to_bf16_before_sm_80_rounds_on_the_bits() -> None:
+    x = (np.arange(1 << 16, dtype=np.uint32) << 16 | RNG.integers(0, 1 << 16, 1 << 16, dtype=np.uint32)).view(
+        np.float32
+    )
+    out, want = poisoned(x.shape, DType.BF16), poisoned(x.shape, DType.BF16)
+    op = Cast(DType.F32, DType.BF16)
+    run(op.plan(DType.BF16, 75), out, x, arch=75)
+    op.reference(want, x)
+    is_nan = np.isnan(x)
+    assert np.array_equal(out[~is_nan], want[~is_nan])
+    assert np.isnan(widened(out[is_nan])).all()
