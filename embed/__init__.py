@@ -1,6 +1,6 @@
 """embed: text to vectors."""
 
-from embed.errors import ClosedError, EmbedError, ModelError, RequestError, TokenizerError, WeightsError
+from embed.errors import ClosedError, EmbedError, ModelError, NonFiniteError, RequestError, TokenizerError, WeightsError
 from embed.model import EM_BATCH_MAX, EM_POOL_CLS, EM_POOL_MEAN, EM_ROWS_BUDGET, Embed
 from embed.pipeline import Pooling
 
@@ -13,6 +13,7 @@ __all__ = [
     "Embed",
     "EmbedError",
     "ModelError",
+    "NonFiniteError",
     "Pooling",
     "RequestError",
     "TokenizerError",

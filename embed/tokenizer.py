@@ -39,6 +39,10 @@ class Tokenizer:
         A text over `maxseq` tokens keeps its head and its last special token. Raises RequestError for an item that
         is no string or holds half of a surrogate pair.
         """
+        for index, text in enumerate(texts):
+            # The library would take a pair of strings, too, and make one text of it.
+            if not isinstance(text, str):
+                raise RequestError(f"texts[{index}]: expected a string, got {type(text).__name__}")
         try:
             # encode_batch_fast lets go of the GIL, which `encode` holds.
             encodings = self._tokenizer.encode_batch_fast(texts)
@@ -67,8 +71,6 @@ class Tokenizer:
 
 def _explain_texts(texts: Sequence[str]) -> str:
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            return f"texts[{index}]: expected a string, got {type(text).__name__}"
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -17,15 +17,13 @@ import numpy as np
 from embed.config import ModelConfig
 from embed.errors import WeightsError
 from embed.models import Slot
-from gkd.cpu import CpuBackend
-from gkd.ops import Cast
-from gkd.ops.cast import FloatType
+from gkd.backend import Backend
+from gkd.dtype import DType
 from gkd.ops.contract import Array
 
 FILE_NAME = "model.safetensors"
 
-_FLOAT_TYPES: dict[str, FloatType] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-_STORAGE: dict[FloatType, Any] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+_FLOAT_TYPES = {"F32": DType.F32, "F16": DType.F16, "BF16": DType.BF16}
 
 # The format's own bound on the header.
 _MAX_HEADER_BYTES = 100_000_000
@@ -55,13 +53,14 @@ class PlannedWeight:
 class Checkpoint:
     """A safetensors file: its checked header, and its bytes mapped into memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        """`keep` says that the mapping will be computed from: all its pages are read now, so that no request waits
+        for the disk."""
         try:
             with path.open("rb") as file:
                 self._size = path.stat().st_size
                 self.tensors = self._read_header(file.read(8), file.read)
-                # All pages now: a load means loaded, and no request pays for the disk.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
+                flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_POPULATE", 0) if keep else 0)
                 self._bytes = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
         except FileNotFoundError:
             raise WeightsError(_explain_missing(path)) from None
@@ -70,7 +69,7 @@ class Checkpoint:
 
     def view(self, tensor: StoredTensor) -> Array:
         """The tensor's values in their stored type (bf16 as uint16), read-only and without a copy."""
-        dtype = _STORAGE[_FLOAT_TYPES[tensor.dtype]]
+        dtype = _FLOAT_TYPES[tensor.dtype].storage.newbyteorder("<")
         count = (tensor.end - tensor.start) // dtype.itemsize
         return np.frombuffer(self._bytes, dtype, count, tensor.start).reshape(tensor.shape)
 
@@ -106,7 +105,7 @@ class Checkpoint:
                 "it is cut short or damaged"
             )
         if dtype in _FLOAT_TYPES:
-            expected = _STORAGE[_FLOAT_TYPES[dtype]].itemsize * _product(tensor.shape)
+            expected = _FLOAT_TYPES[dtype].itemsize * _product(tensor.shape)
             if end - begin != expected:
                 raise WeightsError(
                     f"{FILE_NAME}: `{name}` of shape {tensor.shape} and type {dtype} takes {expected} bytes, "
@@ -177,22 +176,17 @@ def _plan_weight(
 
 
 def load_weights(
-    backend: CpuBackend, checkpoint: Checkpoint, plan: list[PlannedWeight], advance: Callable[[int], None]
-) -> dict[str, Array]:
-    """float32 arrays by name. A whole aligned float32 tensor stays in the file's pages, the rest is converted.
+    backend: Backend, checkpoint: Checkpoint, plan: list[PlannedWeight], advance: Callable[[int], None]
+) -> dict[str, Any]:
+    """The backend's tensors by name: matrices in the precision of the computation, vectors in its accumulators'.
 
-    `advance` is told the bytes of each tensor of the file as it is done.
+    `advance` is told the bytes of each weight in the file as it is done.
     """
-    weights: dict[str, Array] = {}
+    weights: dict[str, Any] = {}
     for weight in plan:
-        views = [checkpoint.view(source) for source in weight.sources]
-        if len(views) == 1 and views[0].dtype == np.float32 and views[0].flags.aligned:
-            weights[weight.name] = views[0]
-        else:
-            weights[weight.name] = backend.empty(weight.shape, np.float32)
-            rows = weight.shape[0] // len(views)
-            for index, (source, view) in enumerate(zip(weight.sources, views, strict=True)):
-                target = weights[weight.name][index * rows : (index + 1) * rows]
-                backend.run(Cast(_FLOAT_TYPES[source.dtype], "f32"), target, view)
+        target = backend.dtype if len(weight.shape) > 1 else backend.dtype.accumulator
+        parts = [(_FLOAT_TYPES[source.dtype], checkpoint.view(source)) for source in weight.sources]
+        weights[weight.name] = backend.weight(target, weight.shape, parts)
         advance(sum(source.end - source.start for source in weight.sources))
+    backend.finish_loading()
     return weights

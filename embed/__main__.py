@@ -1,0 +1,3 @@
+from embed.main import run
+
+run()

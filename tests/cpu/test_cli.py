@@ -1,0 +1,170 @@
+"""The command line, as a person runs it: real processes, what they print, and how they end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embed import Embed
+from tools.make_model import ModelSpec, make_model
+
+TEXTS = ["one text", "zwei, mit Umlaut: ö", ""]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small"
+    make_model(path, ModelSpec("xlm-roberta", num_layers=1, hidden_size=32, num_heads=2, max_positions=66))
+    return path
+
+
+def embed(
+    *arguments: object, stdin: bytes | None = None, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "embed", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def rows(output: bytes) -> list[list[float]]:
+    return [[float(number) for number in line.split(b",")] for line in output.splitlines()]
+
+
+def test_text_prints_a_line_of_numbers_for_each_text(directory: Path) -> None:
+    result = embed("text", directory, *TEXTS)
+    assert result.returncode == 0
+    with Embed.open(directory) as engine:
+        # The digits are those that give back the same float32.
+        assert np.array_equal(np.array(rows(result.stdout), np.float32), engine.encode(TEXTS))
+    assert result.stderr.decode().startswith("embed: small: xlm-roberta, 1 layers, 32 wide, mean pooling, normalized")
+
+
+def test_text_from_standard_input_keeps_one_line_a_text(directory: Path) -> None:
+    expected = embed("text", directory, "a", "", " b ", "ü").stdout
+    assert embed("text", directory, "-", stdin="a\n\r\n b \nü".encode()).stdout == expected
+    assert embed("text", directory, "-", stdin=b"").stdout == b""
+    # Only alone does a dash mean standard input.
+    assert len(embed("text", directory, "-", "a").stdout.splitlines()) == 2
+
+
+def test_text_as_json_lines(directory: Path) -> None:
+    result = embed("text", directory, "--json", 'quote " and \n newline', "b")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [list(line) for line in lines] == [["text", "embedding"]] * 2
+    assert lines[0]["text"] == 'quote " and \n newline'
+    assert [line["embedding"] for line in lines] == rows(embed("text", directory, 'quote " and \n newline', "b").stdout)
+
+
+def test_flags_change_the_vectors_and_are_reported(directory: Path) -> None:
+    plain = embed("text", directory, "some words here")
+    for flags, reported in (
+        (["--pool", "cls"], "cls pooling"),
+        (["--no-normalize"], "not normalized"),
+        (["--maxseq", "3"], "at most 3 tokens"),
+    ):
+        result = embed("text", directory, "some words here", *flags)
+        assert result.returncode == 0 and reported in result.stderr.decode()
+        assert result.stdout != plain.stdout
+    clamped = embed("text", directory, "some words here", "--maxseq", "5000")
+    assert clamped.stdout == plain.stdout
+    assert "embed: --maxseq 5000: clamped to 64, the model's position table" in clamped.stderr.decode()
+
+
+def test_assumed_pooling_is_said(directory: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "bare", ModelSpec("xlm-roberta", num_layers=1, hidden_size=32, num_heads=2))
+    (tmp_path / "bare" / "modules.json").unlink()
+    note = "embed: modules.json: not found; cls pooling is assumed, --pool says otherwise"
+    assert note in embed("text", tmp_path / "bare", "a").stderr.decode()
+    assert note not in embed("text", tmp_path / "bare", "a", "--pool", "cls").stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["text", "MODEL"],
+        ["text", "MODEL", "a", "--bogus"],
+        ["text", "MODEL", "a", "--maxs", "3"],
+        ["text", "MODEL", "a", "--maxseq", "0"],
+        ["text", "MODEL", "a", "--maxseq", "many"],
+        ["text", "MODEL", "a", "--pool", "max"],
+        ["text", "MODEL", "a", "--dtype", "int8"],
+        ["text", "MODEL", "a", "--gpu", "first"],
+        ["serve", "MODEL", "--addr", "localhost"],
+        ["serve", "MODEL", "--addr", "localhost:"],
+        ["serve", "MODEL", "--addr", ":80"],
+        ["serve", "MODEL", "--addr", "localhost:65536"],
+        ["serve", "MODEL", "--addr", "::1:80"],
+        ["serve", "MODEL", "--token", "with space"],
+        ["serve", "MODEL", "--token", ""],
+        ["serve", "MODEL", "--token", "a", "--token-file", "f"],
+        ["serve", "MODEL", "--unload-after", "-1"],
+        ["serve", "MODEL", "--unload-after", "nan"],
+        ["serve", "MODEL", "extra"],
+        ["explode"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_line_that_cannot_be_understood_ends_with_2(directory: Path, arguments: list[str]) -> None:
+    result = embed(*(directory if argument == "MODEL" else argument for argument in arguments))
+    assert result.returncode == 2
+    assert result.stdout == b"" and b"error: " in result.stderr and b"Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["text", "nothing-here", "a"], {}, "nothing-here: no such directory, and no model package"),
+        (["text", "MODEL", "a", "--gpu", "0"], {}, "gpu 0 cannot be used"),
+        (["text", "MODEL", "a", "--dtype", "bf16"], {}, "dtype bf16 cannot be used"),
+        (["text", "MODEL", "a", "--maxseq", "1"], {}, "maxseq 1: expected at least 2"),
+        (["text", "MODEL", b"\xff".decode(errors="surrogateescape")], {}, "texts[0]: holds half of a surrogate pair"),
+        (["serve", "nothing-here"], {}, "nothing-here: no such directory"),
+        (["serve", "MODEL", "--token-file", "/nothing/here"], {}, "--token-file /nothing/here: cannot be read"),
+        (["serve", "MODEL", "--token-file", "/dev/null"], {}, "--token-file /dev/null: a token has to be visible"),
+        (["serve", "MODEL"], {"EMBED_TOKEN": "with space"}, "EMBED_TOKEN: a token has to be visible ASCII"),
+        (["serve", "MODEL", "--addr", "192.0.2.1:80"], {}, "--addr 192.0.2.1:80: cannot listen"),
+        (["serve", "MODEL", "--addr", "no.such.host.invalid:80"], {}, "--addr no.such.host.invalid:80: cannot listen"),
+    ],
+)
+def test_a_failure_is_one_line_and_ends_with_1(
+    directory: Path, arguments: list[str], environment: dict[str, str], message: str
+) -> None:
+    result = embed(*(directory if argument == "MODEL" else argument for argument in arguments), environment=environment)
+    assert result.returncode == 1 and result.stdout == b""
+    # The line that says what was loaded may stand before it.
+    *notes, error = result.stderr.decode().splitlines()
+    assert error.startswith("embed: error: ") and message in error
+    assert all(note.startswith("embed: small: ") for note in notes)
+
+
+def test_input_that_is_not_utf_8_names_the_line(directory: Path) -> None:
+    result = embed("text", directory, "-", stdin=b"fine\n\xff\n")
+    assert result.returncode == 1
+    assert result.stderr.decode().endswith("embed: error: standard input, line 2: not valid UTF-8\n")
+
+
+def test_a_reader_that_leaves_is_no_traceback(directory: Path) -> None:
+    script = f"{sys.executable} -m embed text {directory} - | head -n 1"
+    result = subprocess.run(["bash", "-c", script], input=b"a\n" * 5000, capture_output=True, timeout=60)
+    assert len(result.stdout.splitlines()) == 1
+    assert b"Traceback" not in result.stderr and b"Exception" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["text", "--help"], ["serve", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    result = embed(*arguments)
+    assert result.returncode == 0 and result.stdout.startswith(b"usage: embed")
+
+
+def test_the_console_script_is_the_same_command(directory: Path) -> None:
+    script = Path(sys.executable).with_name("embed")
+    result = subprocess.run([script, "text", directory, "a"], capture_output=True, timeout=60)
+    assert result.stdout == embed("text", directory, "a").stdout

@@ -1,0 +1,270 @@
+"""The engine's API: handles, threads, settings, unloading, and what a call refuses."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embed import EM_BATCH_MAX, ClosedError, Embed, ModelError, NonFiniteError, RequestError, WeightsError
+from embed.batch import batches, position_ids
+from embed.config import ModelConfig, read_config
+from embed.encoder import Encoder
+from embed.models import FAMILIES
+from gkd.errors import DeviceError
+from tools.make_model import ModelSpec, make_model
+
+TEXTS = ["one text", "and another, a little longer one", "", "a third"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small"
+    make_model(path, ModelSpec("xlm-roberta", num_layers=2, hidden_size=64, num_heads=2, max_positions=130))
+    return path
+
+
+@pytest.fixture
+def engine(directory: Path) -> Iterator[Embed]:
+    with Embed.open(directory) as engine:
+        yield engine
+
+
+def test_what_it_says_of_itself(engine: Embed) -> None:
+    assert (engine.name, engine.family, engine.num_layers, engine.dim) == ("small", "xlm-roberta", 2, 64)
+    assert (engine.backend, engine.kernel_count, engine.ok, engine.loaded) == ("cpu", 0, True, True)
+    assert engine.device_name and engine.workspace_bytes > 0 and engine.maxseq == 128
+
+
+def test_one_text_many_texts_no_texts(engine: Embed) -> None:
+    together = engine.encode(TEXTS)
+    assert together.shape == (4, 64) and together.dtype == np.float32
+    assert np.array_equal(engine.encode(TEXTS[0]), together[0])
+    assert engine.encode([]).shape == (0, 64)
+    assert np.array_equal(engine.encode(tuple(TEXTS)), together)
+
+
+def test_normalize_by_call_and_by_setting(engine: Embed) -> None:
+    raw = engine.encode(TEXTS, normalize=False)
+    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
+    assert np.abs(lengths - 1).min() > 1e-3
+    assert np.allclose(engine.encode(TEXTS), raw / lengths, atol=1e-6)
+    engine.set_pooling("mean", normalize=False)
+    assert np.array_equal(engine.encode(TEXTS), raw)
+    assert np.allclose(engine.encode(TEXTS, normalize=True), raw / lengths, atol=1e-6)
+    engine.set_pooling("cls", normalize=False)
+    assert not np.allclose(engine.encode(TEXTS), raw)
+    with pytest.raises(ModelError, match="pooling mode 'max' is not supported"):
+        engine.set_pooling("max", normalize=True)  # type: ignore[arg-type]
+
+
+def test_out_is_filled_and_returned(engine: Embed) -> None:
+    ids, offsets = engine.tokenize_batch(TEXTS)
+    out = np.full((4, 64), np.nan, np.float32)
+    assert engine.encode_ids(ids, offsets, out) is out
+    assert np.array_equal(out, engine.encode(TEXTS))
+    for wrong in (np.empty((3, 64), np.float32), np.empty((4, 64)), np.empty((64, 4), np.float32).T):
+        with pytest.raises(RequestError, match="out: expected a contiguous float32 array"):
+            engine.encode_ids(ids, offsets, wrong)  # type: ignore[arg-type]
+
+
+REFUSALS: list[tuple[list[int], list[int], str]] = [
+    ([0, 5, 2], [0, 2], "offsets: expected to run from 0 to 3"),
+    ([0, 5, 2], [1, 3], "offsets: expected to run from 0 to 3"),
+    ([0, 5, 2], [], "offsets: expected to run from 0"),
+    ([0, 5, 2], [0, 3, 3], "text 1 has 0 tokens, expected 1 to 128"),
+    ([0, 5, 2], [0, 4, 3], "text 1 has -1 tokens"),
+    ([0, 5, -1], [0, 3], r"ids\[2\]: -1 is not an id"),
+    ([0, 1 << 30, 2], [0, 3], r"ids\[1\]: 1073741824 is not an id"),
+    ([5] * 129, [0, 129], "text 0 has 129 tokens, expected 1 to 128"),
+]
+
+
+@pytest.mark.parametrize(("ids", "offsets", "message"), REFUSALS)
+def test_ids_that_would_index_out_of_bounds_are_refused(
+    engine: Embed, ids: list[int], offsets: list[int], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.encode_ids(np.array(ids, np.int32), np.array(offsets, np.int64))
+
+
+def test_ids_of_another_type_are_refused(engine: Embed) -> None:
+    for ids, offsets in (([0.0, 2.0], [0, 2]), ([[0, 2]], [0, 2]), ([0, 2], [0.0, 2.0])):
+        with pytest.raises(RequestError, match="expected one-dimensional integer arrays"):
+            engine.encode_ids(np.array(ids), np.array(offsets))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"bytes", ["nested"], ("a", "pair"), "half of a pair: \ud83d"])
+def test_an_item_that_is_no_text_is_named(engine: Embed, wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"texts\[1\]: "):
+        engine.encode(["fine", wrong, "fine"])
+    assert np.isfinite(engine.encode(["fine"])).all()
+
+
+def test_device_and_precision_that_cannot_be_had(directory: Path) -> None:
+    with pytest.raises(DeviceError, match="gpu 0 cannot be used"):
+        Embed.open(directory, gpu=0)
+    for dtype in ("f16", "bf16"):
+        with pytest.raises(DeviceError, match=f"dtype {dtype} cannot be used"):
+            Embed.open(directory, dtype=dtype)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_handles_share_one_engine_until_the_last_is_closed(directory: Path, order: tuple[int, ...]) -> None:
+    first = Embed.open(directory)
+    second = first.share()
+    handles = [first, second, second.share()]
+    expected = first.encode(TEXTS)
+    engine = weakref.ref(first._open_engine)
+    encoder = weakref.ref(first._open_engine._encoder or first)
+    handles[1].set_pooling("cls", normalize=True)
+    assert handles[2].pooling == first.pooling
+    handles[1].set_pooling("mean", normalize=True)
+    for position, index in enumerate(order):
+        assert np.array_equal(handles[index].encode(TEXTS), expected)
+        handles[index].close()
+        handles[index].close()
+        assert not handles[index].ok
+        with pytest.raises(ClosedError, match="this handle has been closed"):
+            handles[index].encode(TEXTS)
+        with pytest.raises(ClosedError):
+            handles[index].share()
+        if position < 2:
+            assert engine() is not None
+    gc.collect()
+    assert engine() is None and encoder() is None
+
+
+def test_unload_and_reload(engine: Embed) -> None:
+    expected = engine.encode(TEXTS)
+    encoder = weakref.ref(engine._open_engine._encoder or engine)
+    for _ in range(2):
+        engine.unload()
+        assert not engine.loaded and engine.workspace_bytes == 0
+    gc.collect()
+    assert encoder() is None, "weights and workspace are still held"
+    assert engine.tokenize(TEXTS[0]) and engine.dim == 64
+    engine.set_maxseq(64)
+    with pytest.raises(ClosedError, match="unloaded"):
+        engine.encode(TEXTS)
+    for _ in range(2):
+        engine.reload()
+        assert engine.loaded
+    assert engine.maxseq == 64
+    assert np.array_equal(engine.encode(TEXTS), expected)
+
+
+def test_a_reload_that_fails_leaves_it_unloaded_and_the_next_may_succeed(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", ModelSpec(hidden_size=32, num_heads=2))
+    weights = tmp_path / "model" / "model.safetensors"
+    with Embed.open(tmp_path / "model") as engine:
+        expected = engine.encode(TEXTS)
+        engine.unload()
+        weights.rename(tmp_path / "away")
+        with pytest.raises(WeightsError, match="not found"):
+            engine.reload()
+        assert not engine.loaded
+        (tmp_path / "away").rename(weights)
+        engine.reload()
+        assert np.array_equal(engine.encode(TEXTS), expected)
+
+
+def test_many_threads_get_the_serial_answers(engine: Embed, corpus: list[str]) -> None:
+    calls = [corpus[start : start + 5] for start in range(0, 160, 5)]
+    serial = [engine.encode(texts) for texts in calls]
+    with ThreadPoolExecutor(16) as pool:
+        for expected, got in zip(serial, pool.map(engine.encode, calls), strict=True):
+            assert np.array_equal(got, expected)
+
+
+@pytest.fixture
+def held_forward(engine: Embed, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Every forward says that it has begun and then waits to be let go."""
+    begun, let_go = threading.Event(), threading.Event()
+    forward = Encoder.forward
+
+    def hold(self: Encoder, *arguments: Any) -> None:
+        begun.set()
+        assert let_go.wait(timeout=30)
+        forward(self, *arguments)
+
+    monkeypatch.setattr(Encoder, "forward", hold)
+    yield begun, let_go
+    let_go.set()
+
+
+def test_settings_during_a_forward_take_effect_after_it(
+    engine: Embed, held_forward: tuple[threading.Event, threading.Event]
+) -> None:
+    begun, let_go = held_forward
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.encode, TEXTS)
+        assert begun.wait(timeout=30)
+        engine.set_pooling("cls", normalize=False)
+        assert engine.tokenize("tokenizing goes on")
+        let_go.set()
+        during, after = running.result(), engine.encode(TEXTS)
+        engine.set_pooling("mean", normalize=True)
+        assert np.array_equal(during, engine.encode(TEXTS))
+        assert not np.allclose(during, after)
+
+
+def test_closing_waits_for_a_forward(engine: Embed, held_forward: tuple[threading.Event, threading.Event]) -> None:
+    begun, let_go = held_forward
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.encode, TEXTS)
+        assert begun.wait(timeout=30)
+        closing = pool.submit(engine.close)
+        let_go.set()
+        closing.result(timeout=30)
+        assert np.isfinite(running.result()).all()
+
+
+def test_a_vector_that_is_not_finite_is_not_returned(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", ModelSpec(hidden_size=32, num_heads=2, num_layers=1))
+    with Embed.open(tmp_path / "model") as engine:
+        weights = dict(engine._open_engine._encoder._weights)  # type: ignore[union-attr]
+        weights["word"] = weights["word"].copy()
+        weights["word"][engine.tokenize("e")[1]] = np.inf
+        engine._open_engine._encoder._weights = weights  # type: ignore[union-attr]
+        assert np.isfinite(engine.encode(["0", "1"])).all()
+        with pytest.raises(NonFiniteError, match=r"texts\[1\]: "):
+            engine.encode(["0", "e", "1"])
+
+
+# Batches
+
+
+def test_texts_are_split_by_tokens_and_by_number(directory: Path) -> None:
+    config = read_config(directory)
+    lengths = [3, 4, 3, 20, 1, *[2] * 7]
+    offsets = np.cumsum([0, *lengths])
+    ids = np.arange(offsets[-1], dtype=np.int32) + 4
+    split = list(batches(ids, offsets, config, max_tokens=10, max_texts=4))
+    assert [(batch.first, batch.last) for batch in split] == [(0, 3), (3, 4), (4, 8), (8, 12)]
+    assert np.array_equal(np.concatenate([batch.input_ids for batch in split]), ids)
+    for batch in split:
+        assert np.array_equal(np.diff(batch.cu_seqlens), lengths[batch.first : batch.last])
+        assert batch.cu_seqlens[0] == 0 and batch.cu_seqlens[-1] == len(batch.input_ids)
+
+
+def test_position_rules() -> None:
+    xlmr = ModelConfig(FAMILIES["xlm-roberta"], 8, 1, 1, 8, 100, 40, 1, 1, 1e-5)
+    bert = replace(xlmr, family=FAMILIES["bert"], pad_token_id=0)
+    ids, cu_seqlens = np.array([0, 7, 1, 8, 2, 0, 1, 1, 2], np.int32), np.array([0, 5, 9], np.int32)
+    # A padding token inside a text keeps position 1 and is not counted, as transformers has it.
+    assert position_ids(ids, cu_seqlens, xlmr).tolist() == [2, 3, 1, 4, 5, 2, 1, 1, 3]
+    assert position_ids(ids, cu_seqlens, bert).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+
+
+def test_more_texts_than_one_forward_takes(engine: Embed) -> None:
+    texts = [str(number) for number in range(EM_BATCH_MAX + 10)]
+    vectors = engine.encode(texts)
+    assert np.array_equal(vectors[EM_BATCH_MAX + 3], engine.encode(texts[EM_BATCH_MAX + 3]))
