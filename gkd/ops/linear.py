@@ -53,6 +53,8 @@ def _mma_tiling(block_m: int, block_n: int, num_stages: int) -> _Tiling:
 # 96 KiB of stages. Of compute capability 9.0 two blocks share an SM, so that one computes while the other waits for its
 # first tile or stores its results; 8.6, 8.9 and 12.x give a block 99 KiB and hold one.
 _MMA = _mma_tiling(128, 128, num_stages=3)
+# Of compute capability 10.0 NVRTC 13.0 spills a register with three stages, for K = 384; an SM there has room for four.
+_MMA_SM100 = _mma_tiling(128, 128, num_stages=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class Linear:
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
         use_mma = self.kernel == "mma" or (self.kernel == "auto" and self._fits_mma(dtype, arch))
-        name, tiling = ("linear_mma", _MMA) if use_mma else ("linear_simt", _SIMT)
+        mma = _MMA_SM100 if 100 <= arch < 120 else _MMA
+        name, tiling = ("linear_mma", mma) if use_mma else ("linear_simt", _SIMT)
         sizes = (("IN_FEATURES", self.in_features), ("OUT_FEATURES", self.out_features))
         defines = (dtype_define(dtype), *sizes, ("GELU", int(self.activation == "gelu")), *tiling.defines)
         return KernelPlan(KernelSpec(name, defines), partial(self._launch, tiling))
