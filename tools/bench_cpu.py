@@ -71,14 +71,15 @@ def in_turn(repeats: int, *functions: Callable[[], object]) -> list[Timing]:
     return [Timing.of(times) for times in samples]
 
 
-def mixed_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of 8 to 200 English words, most of them short: 12 to 250 tokens."""
+def mixed_texts(engine: Embed, count: int, seed: int = 0) -> list[str]:
+    """Texts of 12 to 267 tokens, log-normal, most of them short: 64 tokens on average."""
     lines = (ROOT / "tests" / "corpus" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     latin = (json.loads(line) for line in lines if '"Latin"' in line)
     words = sorted({word for line in latin for word in re.findall(r"[a-z]{2,9}", line["text"])})
+    single = [word for word in words if len(engine.tokenize(word)) == 3]  # one token between the two special ones
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(3.6, 0.8, count), 8, 200).astype(int)
-    return [" ".join(rng.choice(words, length)) for length in lengths]
+    lengths = np.clip(rng.lognormal(3.85, 0.8, count), 10, 265).astype(int)
+    return [" ".join(rng.choice(single, length)) for length in lengths]
 
 
 def bench_first_vector(model: Path) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def bench_encode(ours: Embed, theirs: SentenceTransformer, name: str, texts: lis
     return record | {"ratio": ratio, "num_tokens": num_tokens, "min_cosine": cosine}
 
 
-def bench_memory(model: Path, num_requests: int) -> dict[str, Any]:
+def bench_memory(model: Path, mixed: list[str], num_requests: int) -> dict[str, Any]:
     """Resident memory of the server after the first and after the last tenth of the requests."""
     command = [sys.executable, "-m", "embed", "serve", str(model), "--addr", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
@@ -117,7 +118,6 @@ def bench_memory(model: Path, num_requests: int) -> dict[str, Any]:
             texts = mixed[rng.integers(len(mixed))].split()[: rng.integers(1, 30)]
             clients.http.post("/create_embedding", json={"text": " ".join(texts)}).raise_for_status()
 
-        mixed = mixed_texts(1000, seed=1)
         start_s = time.perf_counter()
         resident_bytes = []
         with ThreadPoolExecutor(8) as pool:
@@ -166,9 +166,10 @@ def main(argv: list[str]) -> int:
     records = [bench_first_vector(model)]
     theirs = SentenceTransformer(str(model), device="cpu", model_kwargs={"dtype": torch.float32})
     with Embed.open(model) as ours:
-        records.append(bench_encode(ours, theirs, "64 mixed texts", mixed_texts(64), repeats=7))
+        records.append(bench_encode(ours, theirs, "64 mixed texts", mixed_texts(ours, 64), repeats=9))
         records.append(bench_encode(ours, theirs, "one short text", [SHORT], repeats=30))
-    records.append(bench_memory(model, arguments.requests))
+        mixed = mixed_texts(ours, 1000, seed=1)
+    records.append(bench_memory(model, mixed, arguments.requests))
     if arguments.json:
         with arguments.json.open("a") as file:
             file.writelines(json.dumps(where | record) + "\n" for record in records)
