@@ -1,6 +1,6 @@
 """The CUDA backend: tensors on one device, operators run by their kernels.
 
-A session is everything that lives in the device's context: stream, arenas, kernels. It is opened to load a model and
+What is held is everything that lives in the device's context: stream, arenas, kernels. It is opened to load a model and
 closed to give the device back; every call on it comes on the device thread.
 """
 
@@ -47,19 +47,19 @@ class CudaBackend:
         self.dtype = dtype
         self.faulted = False
         self._thread = DeviceThread(f"cuda:{device.ordinal}")
-        self._session: _Session | None = None
+        self._held: _Held | None = None
 
     @property
     def kernel_count(self) -> int:
         """Kernels loaded on the device now."""
-        session = self._session
-        return len(session.kernels) if session is not None else 0
+        held = self._held
+        return len(held.kernels) if held is not None else 0
 
     @property
     def memory_bytes(self) -> int:
         """Device memory held for weights and workspace."""
-        session = self._session
-        return session.arena.num_bytes if session is not None else 0
+        held = self._held
+        return held.arena.num_bytes if held is not None else 0
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Runs `function` on the device thread, after what was asked before.
@@ -88,39 +88,39 @@ class CudaBackend:
 
     def acquire(self) -> None:
         """Takes the device's context."""
-        self._session = _Session(self.device)
+        self._held = _Held(self.device)
         self.faulted = False
 
     def release(self) -> None:
         """Gives memory, kernels and context back; nothing is done where nothing is held."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close(faulted=self.faulted)
+        held, self._held = self._held, None
+        if held is not None:
+            held.close(faulted=self.faulted)
 
     def prepare(self, ops: Iterable[Operator]) -> None:
         """Begins to compile the operators' kernels on other threads, or to fetch them from the cache."""
-        self._open_session.prepare(ops, self.dtype)
+        self._open.prepare(ops, self.dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """An uninitialised tensor that lives until `release`; raises OutOfMemory."""
-        return self._open_session.arena.tensor(shape, dtype)
+        return self._open.arena.tensor(shape, dtype)
 
     def weight(self, target: DType, shape: tuple[int, ...], parts: list[tuple[DType, NDArray[Any]]]) -> Tensor:
         """A tensor of host arrays, each with the type it is stored in, put one after another along axis 0."""
-        session = self._open_session
+        held = self._open
         tensor = self.empty(shape, target)
         rows = shape[0] // len(parts)
         for index, (stored, array) in enumerate(parts):
             part = tensor.rows(index * rows, (index + 1) * rows)
             if stored is target:
-                session.staging.upload(part.pointer, array)
+                held.staging.upload(part.pointer, array)
             else:
-                session.staging.upload_cast(part, stored, array, self.run)
+                held.staging.upload_cast(part, stored, array, self.run)
         return tensor
 
     def finish_loading(self) -> None:
         """Waits for the copies of weights and for the prepared kernels, and gives the staging memory back."""
-        self._open_session.finish_loading()
+        self._open.finish_loading()
 
     def head(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of another shape at the beginning of this one's memory."""
@@ -129,28 +129,28 @@ class CudaBackend:
     def upload(self, tensor: Tensor, array: NDArray[Any]) -> Tensor:
         """Queues a copy of an array to the head of `tensor`; the array may be changed once this returns."""
         target = tensor.head(array.shape)
-        stream = self._open_session.stream
+        stream = self._open.stream
         check("cuMemcpyHtoD", cu.cuMemcpyHtoDAsync(target.pointer, array.ctypes.data, array.nbytes, stream.handle))
         return target
 
     def download(self, out: NDArray[Any], tensor: Tensor) -> None:
         """Waits for everything queued and copies a tensor into a contiguous array."""
-        stream = self._open_session.stream
+        stream = self._open.stream
         check("cuMemcpyDtoH", cu.cuMemcpyDtoHAsync(out.ctypes.data, tensor.pointer, out.nbytes, stream.handle))
         stream.synchronize()
 
     def run(self, op: Operator, *tensors: Any) -> None:
         """Checks the tensors against the operator's contract, then queues its kernel."""
         op.check(*tensors)
-        self._open_session.run(op, self.dtype, tensors)
+        self._open.run(op, self.dtype, tensors)
 
     @property
-    def _open_session(self) -> "_Session":
-        assert self._session is not None, "the device has not been acquired"
-        return self._session
+    def _open(self) -> "_Held":
+        assert self._held is not None, "the device has not been acquired"
+        return self._held
 
 
-class _Session:
+class _Held:
     """Everything that dies with the device's context."""
 
     def __init__(self, device: Device) -> None:

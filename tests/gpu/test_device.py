@@ -76,7 +76,7 @@ def test_a_graph_replays_what_was_recorded(backend: CudaBackend) -> None:
         x, out = backend.empty((5, 64), DType.F32), backend.empty((5, 64), DType.F32)
         backend.upload(x, host)
         backend.run(op, out, x)  # loads the kernel
-        stream = backend._open_session.stream
+        stream = backend._open.stream
         graph = Graph(stream, lambda: backend.run(op, out, x))
         backend.upload(x, 2 * host[::-1].copy())
         graph.replay(stream)
