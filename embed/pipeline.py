@@ -9,7 +9,7 @@ from typing import Any
 
 from embed.config import ModelConfig, read_config, read_json, read_json_object
 from embed.errors import ModelError
-from gkd.ops.pool import PoolMode
+from gkd.ops.pool import POOL_MODES, PoolMode
 
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
@@ -19,7 +19,7 @@ _LEGACY_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_POOL_MODES: dict[str, PoolMode] = {"cls": "cls", "mean": "mean"}
+_POOL_MODES: dict[str, PoolMode] = {mode: mode for mode in POOL_MODES}
 
 # transformers writes 1e30 where a tokenizer has no limit.
 _NO_LIMIT = 1_000_000

@@ -1,7 +1,7 @@
 """The CUDA backend: tensors on one device, operators run by their kernels.
 
-What is held is everything that lives in the device's context: stream, arenas, kernels. It is opened to load a model and
-closed to give the device back; every call on it comes on the device thread.
+Everything that lives in the device's context (stream, arena, kernels) is one object, taken to load a model and closed
+to give the device back; every call on it comes on the device thread.
 """
 
 import logging
@@ -154,11 +154,11 @@ class _Held:
     """Everything that dies with the device's context."""
 
     def __init__(self, device: Device) -> None:
+        environment = read_env()  # before anything is held: a bad value raises
         self._handle = check("cuDeviceGet", cu.cuDeviceGet(device.ordinal))
         self._arch = device.capability
         context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
         check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
-        environment = read_env()
         self._synchronous = environment.sync
         self._cache = CubinCache(environment.cache_dir, complete=environment.assert_cached)
         self._builds = ThreadPoolExecutor(1, thread_name_prefix="gkd-build")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gkd.driver import check, cu
 from gkd.dtype import DType
+from gkd.kernel import ceil_div
 from gkd.ops.cast import Cast
 from gkd.stream import Event, Stream
 from gkd.tensor import Tensor
@@ -34,7 +35,7 @@ class Arena:
 
     def tensor(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """An uninitialised tensor; raises OutOfMemory."""
-        num_bytes = -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        num_bytes = ceil_div(prod(shape) * dtype.itemsize, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if num_bytes > CHUNK_BYTES:
             return Tensor(self._allocate(num_bytes), shape, dtype)
         if self._next + num_bytes > self._end:

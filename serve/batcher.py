@@ -22,8 +22,6 @@ from serve.protocols import EmbeddingEngine, Lease
 
 logger = logging.getLogger(__name__)
 
-# An engine may compile on this thread, and NVRTC overflows the stack that some systems give to threads.
-_STACK_BYTES = 8 * 1024 * 1024
 _TICK_S = 0.2
 
 
@@ -97,12 +95,8 @@ class Batcher:
 
     def start(self) -> None:
         self.status = replace(self.status, idle_since_s=time.monotonic())
-        process_stack_bytes = threading.stack_size(_STACK_BYTES)
-        try:
-            for thread in self._threads:
-                thread.start()
-        finally:
-            threading.stack_size(process_stack_bytes)
+        for thread in self._threads:
+            thread.start()
 
     def submit(
         self, ids: NDArray[np.int32], offsets: NDArray[np.int64], *, normalize: bool

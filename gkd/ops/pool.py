@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div, dtype_define
 from gkd.ops.contract import Array, Signature, float_dtype
 
 PoolMode = Literal["cls", "mean"]
+POOL_MODES: tuple[PoolMode, ...] = get_args(PoolMode)
 
 # Tokens that are added up together, from position 0 of each text; the sums are then added in order. Two levels
 # keep the rounding of 8192 tokens to that of 64 + 128 additions.

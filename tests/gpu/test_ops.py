@@ -12,33 +12,9 @@ from gkd.cuda import CudaBackend
 from gkd.dtype import DType, dtype_of
 from gkd.ops import AddLayerNorm, Attention, Cast, EmbedLayerNorm, L2Normalize, Linear, Operator, Pool
 from gkd.tensor import Tensor
+from tests.numerics import UNIT, narrowed, poisoned, widened
 
 RNG = np.random.default_rng(11)
-# Unit of rounding: half of the gap between neighbours, relative to the value.
-UNIT = {DType.F32: 2.0**-24, DType.F16: 2.0**-11, DType.BF16: 2.0**-8}
-
-
-def rounded(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """float32 values in the storage of a type."""
-    values = np.ascontiguousarray(values, np.float32)
-    if dtype is DType.F32:
-        return values
-    out = np.empty(values.shape, dtype.storage)
-    with np.errstate(over="ignore"):
-        Cast(DType.F32, dtype).reference(out, values)
-    return out
-
-
-def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """A stored array in float64; integers as they are."""
-    dtype = dtype_of(array)
-    if dtype in (None, DType.I32):
-        return array
-    if dtype is DType.BF16:
-        wide = np.empty(array.shape, np.float32)
-        Cast(DType.BF16, DType.F32).reference(wide, array)
-        return wide.astype(np.float64)
-    return array.astype(np.float64)
 
 
 def on_device(backend: CudaBackend, op: Operator, out: NDArray[Any], *inputs: Any) -> NDArray[Any]:
@@ -52,15 +28,14 @@ def on_device(backend: CudaBackend, op: Operator, out: NDArray[Any], *inputs: An
             assert dtype is not None
             return backend.upload(backend.empty(array.shape, dtype), array)
 
-        canary = 64
-        poisoned = np.full(out.size + canary, 0xFF, np.uint8).repeat(out.itemsize).view(out.dtype)
         dtype = dtype_of(out)
         assert dtype is not None
-        whole = backend.upload(backend.empty((out.size + canary,), dtype), poisoned)
+        poison = poisoned((out.size + 64,), dtype)
+        whole = backend.upload(backend.empty(poison.shape, dtype), poison)
         backend.run(op, Tensor(whole.pointer, out.shape, dtype), *map(put, inputs))
-        result = np.empty_like(poisoned)
+        result = np.empty_like(poison)
         backend.download(result, whole)
-        assert np.array_equal(result[out.size :].view(np.uint8), poisoned[out.size :].view(np.uint8)), (
+        assert np.array_equal(result[out.size :].view(np.uint8), poison[out.size :].view(np.uint8)), (
             "wrote past the end"
         )
         return result[: out.size].reshape(out.shape)
@@ -100,7 +75,7 @@ def test_linear(
     dtype = backend.dtype
     if kernel == "mma" and (dtype is DType.F32 or backend.device.capability < 80):
         pytest.skip("the tensor-core kernel is for 16-bit types, from sm_80 on")
-    x, weight = rounded(normal(rows, in_features), dtype), rounded(normal(out_features, in_features), dtype)
+    x, weight = narrowed(normal(rows, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
     bias = normal(out_features)
     op = replace(Linear(in_features, out_features, activation), kernel=kernel)
     got = on_device(backend, op, np.empty((rows, out_features), dtype.storage), x, weight, bias)
@@ -115,7 +90,7 @@ def test_linear_rows_have_the_same_bits_in_any_company(backend: CudaBackend) -> 
     dtype = backend.dtype
     for in_features, out_features in ((384, 1152), (1024, 1024)):
         op = Linear(in_features, out_features)
-        x, weight = rounded(normal(700, in_features), dtype), rounded(normal(out_features, in_features), dtype)
+        x, weight = narrowed(normal(700, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
         bias = normal(out_features)
         together = on_device(backend, op, np.empty((700, out_features), dtype.storage), x, weight, bias)
         for first, last in ((0, 1), (13, 14), (3, 20), (100, 165), (1, 300), (399, 700)):
@@ -133,7 +108,7 @@ ATTENTIONS = [(32, "auto"), (32, "plain"), (64, "auto"), (64, "simt"), (128, "au
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_attention(backend: CudaBackend, head_dim: int, kernel: Any, lengths: list[int], scale: float) -> None:
     dtype, num_heads, tokens = backend.dtype, 3, sum(lengths)
-    qkv = rounded(scale * normal(tokens, 3 * num_heads * head_dim), dtype)
+    qkv = narrowed(scale * normal(tokens, 3 * num_heads * head_dim), dtype)
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     op = replace(Attention(num_heads, head_dim), kernel=kernel)
     shape = (tokens, num_heads * head_dim)
@@ -151,7 +126,7 @@ def test_attention(backend: CudaBackend, head_dim: int, kernel: Any, lengths: li
 def test_a_text_has_the_same_attention_bits_at_another_place(backend: CudaBackend, head_dim: int) -> None:
     dtype, lengths = backend.dtype, [5, 200, 31, 140]
     op, width = Attention(2, head_dim), 2 * head_dim
-    qkv, cu_seqlens = rounded(normal(sum(lengths), 3 * width), dtype), np.cumsum([0, *lengths]).astype(np.int32)
+    qkv, cu_seqlens = narrowed(normal(sum(lengths), 3 * width), dtype), np.cumsum([0, *lengths]).astype(np.int32)
     together = on_device(backend, op, np.empty((sum(lengths), width), dtype.storage), qkv, cu_seqlens, max(lengths))
     for start, end in pairwise(cu_seqlens):
         length = int(end - start)
@@ -169,7 +144,7 @@ def test_a_text_has_the_same_attention_bits_at_another_place(backend: CudaBacken
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (7, 384), (333, 1024), (5, 80)])
 def test_add_layer_norm(backend: CudaBackend, rows: int, size: int) -> None:
     dtype = backend.dtype
-    x, residual = rounded(normal(rows, size) + 3, dtype), rounded(normal(rows, size), dtype)
+    x, residual = narrowed(normal(rows, size) + 3, dtype), narrowed(normal(rows, size), dtype)
     gamma, beta = normal(size), normal(size)
     op = AddLayerNorm(size, 1e-5)
     got = on_device(backend, op, np.empty((rows, size), dtype.storage), x, residual, gamma, beta)
@@ -179,7 +154,7 @@ def test_add_layer_norm(backend: CudaBackend, rows: int, size: int) -> None:
 
 def test_embed_layer_norm(backend: CudaBackend) -> None:
     dtype, size = backend.dtype, 384
-    word, position, token_type = (rounded(normal(n, size), dtype) for n in (1000, 130, 2))
+    word, position, token_type = (narrowed(normal(n, size), dtype) for n in (1000, 130, 2))
     gamma, beta = normal(size), normal(size)
     ids, places = RNG.integers(0, 1000, 77).astype(np.int32), RNG.integers(0, 130, 77).astype(np.int32)
     op = EmbedLayerNorm(size, 1e-12)
@@ -192,7 +167,7 @@ def test_embed_layer_norm(backend: CudaBackend) -> None:
 @pytest.mark.parametrize("mode", ["cls", "mean"])
 def test_pool(backend: CudaBackend, mode: Any) -> None:
     dtype, lengths = backend.dtype, [3, 64, 65, 1, 700]
-    hidden = rounded(normal(sum(lengths), 80) + 1, dtype)
+    hidden = narrowed(normal(sum(lengths), 80) + 1, dtype)
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     op = Pool(80, mode)
     got = on_device(backend, op, np.empty((5, 80), np.float32), hidden, cu_seqlens)
@@ -211,9 +186,10 @@ def test_l2_normalize(backend: CudaBackend) -> None:
 @pytest.mark.parametrize("source", [DType.F32, DType.F16, DType.BF16])
 @pytest.mark.parametrize("target", [DType.F32, DType.F16, DType.BF16])
 def test_cast_is_the_reference_to_the_bit(backend: CudaBackend, source: DType, target: DType) -> None:
-    x = rounded(np.concatenate([normal(5001), [0.0, -0.0, 1e-8, 65504.0, 1e30, np.inf, -np.inf]]), source)
-    want = np.empty(x.shape, target.storage)
+    values = np.concatenate([normal(5001), [0.0, -0.0, 1e-8, 65504.0, 1e30, np.inf, -np.inf]])
     with np.errstate(over="ignore"):
+        x = narrowed(values, source)
+        want = np.empty(x.shape, target.storage)
         Cast(source, target).reference(want, x)
     got = on_device(backend, Cast(source, target), np.empty(x.shape, target.storage), x)
     assert np.array_equal(got.view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"))
