@@ -10,7 +10,7 @@ SOURCES := gkd embed serve tools tests examples
 demo: $(VENV)/.demo
 	$(BIN)/python examples/similarity.py
 
-test: lint unit
+test: lint unit compile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check $(SOURCES)

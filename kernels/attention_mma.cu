@@ -26,8 +26,9 @@ constexpr int DIM_TILES = HEAD_DIM / 8;
 constexpr int DIM_STEPS = HEAD_DIM / 16;
 // A tile's rows are cut into chunks of 16 bytes, what cp.async and ldmatrix move.
 constexpr int CHUNKS = HEAD_DIM / 8;
-// NOTE: at a head width of 128 the queries' fragments would spill: they are read again for each block of keys.
-constexpr bool QUERY_IN_REGISTERS = HEAD_DIM <= 64;
+// NOTE: at a head width of 128, and for sm_120 already at 64, the queries' fragments would spill: they are read again for
+// each block of keys.
+constexpr bool QUERY_IN_REGISTERS = HEAD_DIM <= (__CUDA_ARCH__ >= 1200 ? 32 : 64);
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128);
 static_assert(WARP_ROWS % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K % (NUM_THREADS / CHUNKS) == 0);
 

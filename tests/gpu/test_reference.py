@@ -1,5 +1,6 @@
-"""Real models on the device, against sentence-transformers in float32 and float64."""
+"""Real models, and random ones of true sizes, on the device: against sentence-transformers in float32 and float64."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,21 @@ from sentence_transformers import SentenceTransformer
 
 from embed import Embed
 from gkd.device import Device
+from tools.make_model import PRESETS, make_model
 
 # Whichever of them have been prepared: the fp16 and the Portuguese forms are the ones that travel.
-MODELS = ("minilm", "minilm-fp16", "e5-small-bert", "e5-small-xlmr", "e5-small-enpt-bert", "e5-small-enpt-xlmr")
+REAL = ("minilm", "minilm-fp16", "e5-small-bert", "e5-small-xlmr", "e5-small-enpt-bert", "e5-small-enpt-xlmr")
+# Every layer at its true width; words do not matter.
+RANDOM = {f"{name}-geometry": replace(PRESETS[name], vocab_size=2000) for name in ("minilm", "bge-m3")}
 MIN_COSINE = {"f32": 0.99999, "f16": 0.999, "bf16": 0.999}
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def directory(request: pytest.FixtureRequest, device: Device) -> Path:
+@pytest.fixture(scope="module", params=[*REAL, *RANDOM])
+def directory(request: pytest.FixtureRequest, device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param in RANDOM:
+        made: Path = tmp_path_factory.mktemp("models") / request.param
+        make_model(made, RANDOM[request.param])
+        return made
     path: Path = Path(__file__).resolve().parents[2] / "build" / "models" / request.param
     if not path.is_dir():
         pytest.skip(f"{request.param} is not prepared")
