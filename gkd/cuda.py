@@ -157,6 +157,7 @@ class _Held:
         environment = read_env()  # before anything is held: a bad value raises
         self._handle = check("cuDeviceGet", cu.cuDeviceGet(device.ordinal))
         self._arch = device.capability
+        self._num_sms = device.num_multiprocessors
         context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
         check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
         self._synchronous = environment.sync
@@ -180,7 +181,7 @@ class _Held:
         kernel = self.kernels.get(plan.spec)
         if kernel is None:
             [cubin] = self._build([plan.spec])
-            kernel = self.kernels[plan.spec] = Kernel(plan.spec, cubin)
+            kernel = self.kernels[plan.spec] = Kernel(plan.spec, cubin, self._num_sms)
         launch = plan.launch(*tensors)
         kernel.launch(self.stream, launch)
         if self._synchronous:
@@ -192,7 +193,9 @@ class _Held:
     def finish_loading(self) -> None:
         if self._building is not None:
             cubins, self._building = self._building.result(), None
-            self.kernels |= {spec: Kernel(spec, cubin) for spec, cubin in zip(self._prepared, cubins, strict=True)}
+            self.kernels |= {
+                spec: Kernel(spec, cubin, self._num_sms) for spec, cubin in zip(self._prepared, cubins, strict=True)
+            }
         self.stream.synchronize()
         self.staging.close()
 

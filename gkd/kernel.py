@@ -18,6 +18,16 @@ class KernelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorMap:
+    """An argument by which the copy engine of sm_90 and later moves boxes of a matrix, swizzled over 128 bytes."""
+
+    tensor: Any
+    """(rows, columns), contiguous, a row of a multiple of 16 bytes."""
+    box_rows: int
+    """Rows of a box, at most 256; its columns are 128 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One launch: geometry and arguments."""
 
@@ -26,9 +36,11 @@ class Launch:
     num_threads: int
     """Threads of a block."""
     arguments: tuple[Any, ...]
-    """In the order of the kernel's parameters: tensors, int for `int`, float for `float`."""
+    """In the order of the kernel's parameters: tensors, tensor maps, int for `int`, float for `float`."""
     smem_bytes: int = 0
     """Dynamic shared memory of a block."""
+    persistent: bool = False
+    """The blocks share out what there is to do: at most one for each multiprocessor is started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """A compiled kernel on the device, and its launch. Device thread only."""
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 from gkd.compiler import Cubin
 from gkd.driver import check, cu
+from gkd.dtype import DType
 from gkd.errors import DriverError
-from gkd.kernel import KernelSpec, Launch
+from gkd.kernel import KernelSpec, Launch, TensorMap
 from gkd.stream import Stream
 from gkd.tensor import Tensor
 
@@ -17,8 +19,9 @@ _DEFAULT_SMEM_BYTES = 48 << 10
 class Kernel:
     """A loaded kernel. It dies with the context that it was loaded into."""
 
-    def __init__(self, spec: KernelSpec, cubin: Cubin) -> None:
+    def __init__(self, spec: KernelSpec, cubin: Cubin, num_sms: int) -> None:
         self._spec = spec
+        self._num_sms = num_sms
         self._module = check("cuModuleLoadData", cu.cuModuleLoadData(cubin.code))
         self._function = check("cuModuleGetFunction", cu.cuModuleGetFunction(self._module, spec.name.encode()))
         self._smem_bytes = _DEFAULT_SMEM_BYTES
@@ -29,13 +32,16 @@ class Kernel:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, attribute, launch.smem_bytes))
             self._smem_bytes = launch.smem_bytes
+        grid_x, *grid_yz = launch.grid
+        if launch.persistent:
+            grid_x = min(grid_x, self._num_sms)
         values, types = zip(*map(_argument, launch.arguments), strict=True)
         try:
             check(
                 "cuLaunchKernel",
                 cu.cuLaunchKernel(
                     self._function,
-                    *launch.grid,
+                    *(grid_x, *grid_yz),
                     *(launch.num_threads, 1, 1),
                     launch.smem_bytes,
                     stream.handle,
@@ -62,6 +68,37 @@ class Kernel:
 def _argument(value: Any) -> tuple[Any, Any]:
     if isinstance(value, Tensor):
         return value.pointer, ctypes.c_void_p
+    if isinstance(value, TensorMap):
+        tensor = value.tensor
+        return _encode_tensor_map(tensor.pointer, *tensor.shape, tensor.dtype, value.box_rows), None
     if isinstance(value, float):
         return value, ctypes.c_float
     return value, ctypes.c_int
+
+
+# Some times as many as a forward has weights and states. A map is a function of its numbers alone: it is never out of
+# date, whatever has come to lie at the address.
+@lru_cache(maxsize=4096)
+def _encode_tensor_map(pointer: int, num_rows: int, num_columns: int, dtype: DType, box_rows: int) -> Any:
+    kinds = cu.CUtensorMapDataType
+    kind = {
+        DType.F32: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        DType.F16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        DType.BF16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[dtype]
+    return check(
+        "cuTensorMapEncodeTiled",
+        cu.cuTensorMapEncodeTiled(
+            kind,
+            2,
+            pointer,
+            [cu.cuuint64_t(num_columns), cu.cuuint64_t(num_rows)],
+            [cu.cuuint64_t(num_columns * dtype.itemsize)],
+            [cu.cuuint32_t(128 // dtype.itemsize), cu.cuuint32_t(box_rows)],
+            [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+    )

@@ -24,16 +24,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
     float eps) {
     int row = blockIdx.x * (NUM_THREADS / 32) + threadIdx.x / 32;
     if (row >= num_rows) return;  // a whole warp, so that no lane misses a shuffle
-    int lane_idx = threadIdx.x % 32;
-    const T* word_row = word + static_cast<size_t>(input_ids[row]) * HIDDEN_SIZE;
-    const T* position_row = position + static_cast<size_t>(position_ids[row]) * HIDDEN_SIZE;
-    float values[LANE_ELEMENTS(HIDDEN_SIZE)];
-#pragma unroll
-    for (int i = 0; i < LANE_ELEMENTS(HIDDEN_SIZE); ++i) {
-        int column = i * 32 + lane_idx;
-        values[i] = column < HIDDEN_SIZE
-                        ? to_float(word_row[column]) + to_float(token_type[column]) + to_float(position_row[column])
-                        : 0.0f;
-    }
-    layer_norm<T, HIDDEN_SIZE>(out + static_cast<size_t>(row) * HIDDEN_SIZE, values, gamma, beta, lane_idx, eps);
+    LaneRow<HIDDEN_SIZE> sum;
+    sum.load(word + static_cast<size_t>(input_ids[row]) * HIDDEN_SIZE);
+    sum.add(token_type);
+    sum.add(position + static_cast<size_t>(position_ids[row]) * HIDDEN_SIZE);
+    sum.normalize(gamma, beta, eps);
+    sum.store(out + static_cast<size_t>(row) * HIDDEN_SIZE);
 }

@@ -9,19 +9,17 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from gkd.dtype import DType
-from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div, dtype_define
+from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap, ceil_div, dtype_define
 from gkd.ops.contract import Array, Signature, float_dtype
 from gkd.ops.threads import for_each
 
-AttentionKernel = Literal["auto", "plain", "simt", "mma"]
+AttentionKernel = Literal["auto", "plain", "simt", "mma", "wgmma"]
 
 # Keys are walked in blocks of a fixed width from position 0 of each text, of this one here and of its own in each
 # kernel: a text's bits then do not depend on where it lies in the batch.
 KEY_BLOCK = 256
 # Queries that one pass holds scores for; any width gives the same bits per query only if it is fixed.
 _QUERY_BLOCK = 256
-
-_NUM_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +31,19 @@ class _Tiling:
 
     block_q: int
     block_k: int
-    min_blocks: int = 1
-    """That share an SM and its 65,536 registers: as many as leave a thread enough not to spill."""
+    constants: tuple[tuple[str, int], ...] = ()
+    """MIN_BLOCKS that share an SM and its 65,536 registers: as many as leave a thread enough not to spill."""
     smem_bytes: int = 0
+    num_threads: int = 128
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        tile = (("BLOCK_Q", self.block_q), ("BLOCK_K", self.block_k), ("NUM_THREADS", _NUM_THREADS))
-        return (*tile, ("MIN_BLOCKS", self.min_blocks), ("SMEM_BYTES", self.smem_bytes))
+        tile = (("BLOCK_Q", self.block_q), ("BLOCK_K", self.block_k), ("NUM_THREADS", self.num_threads))
+        return (*tile, *self.constants, ("SMEM_BYTES", self.smem_bytes))
 
 
 # A warp a query, a lane a key.
-_PLAIN = _Tiling(_NUM_THREADS // 32, 32)
+_PLAIN = _Tiling(4, 32)
 
 
 def _mma_tiling(head_dim: int, arch: int) -> _Tiling:
@@ -52,7 +51,16 @@ def _mma_tiling(head_dim: int, arch: int) -> _Tiling:
     block_q, block_k = 128, 32 if head_dim == 128 else 64
     # For 12.x, NVRTC 12.9 spills with three.
     min_blocks = 3 if head_dim == 32 and arch < 120 else 2
-    return _Tiling(block_q, block_k, min_blocks, 2 * head_dim * (block_q + 2 * 2 * block_k))
+    smem_bytes = 2 * head_dim * (block_q + 2 * 2 * block_k)
+    return _Tiling(block_q, block_k, (("MIN_BLOCKS", min_blocks),), smem_bytes)
+
+
+def _wgmma_tiling(head_dim: int) -> _Tiling:
+    """64 queries a warpgroup, as many of them as registers allow; stages of keys and values: 152 and 160 KiB."""
+    num_consumers, num_stages = (3, 4) if head_dim == 64 else (2, 2)
+    block_q, block_k = 64 * num_consumers, 128
+    smem_bytes = 2 * head_dim * (block_q + 2 * num_stages * block_k) + 8 * (2 + 4 * num_stages)
+    return _Tiling(block_q, block_k, (("NUM_STAGES", num_stages),), smem_bytes, 128 * (num_consumers + 1))
 
 
 def _simt_tiling(head_dim: int, arch: int) -> _Tiling:
@@ -61,7 +69,7 @@ def _simt_tiling(head_dim: int, arch: int) -> _Tiling:
     if arch < 80 and head_dim > 32:
         block_q //= 2
     padded_rows = (block_q + block_k) * (head_dim + 4) + block_q * (32 + 8)
-    return _Tiling(block_q, block_k, 2, 4 * (padded_rows + block_k * head_dim))
+    return _Tiling(block_q, block_k, (("MIN_BLOCKS", 2),), 4 * (padded_rows + block_k * head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +82,9 @@ class Attention:
     Dtypes:  one floating dtype; int32 cu_seqlens, ascending, which the caller has checked.
     Source:  Milakov & Gimelshein 2018, the running maximum and sum; blocks as in Dao et al. 2022.
 
-    `kernel` is what runs on a GPU: `mma`, tensor cores, takes 16 bits, head widths of 32, 64 and 128, and compute
-    capability 8.0 and later; `simt` takes these widths; `plain` takes any up to 256; `auto` is the first of them that
-    can. Each adds in an order of its own.
+    `kernel` is what runs on a GPU: `wgmma` takes 16 bits, head widths of 64 and 128, and compute capability 9.0; `mma`
+    16 bits, head widths of 32, 64 and 128, and 8.0 and later; `simt` these widths; `plain` any up to 256; `auto` is the
+    first of them that can. Each adds in an order of its own.
     """
 
     num_heads: int
@@ -109,27 +117,46 @@ class Attention:
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
         kernel = self._choose(dtype, arch) if self.kernel == "auto" else self.kernel
-        if kernel == "plain":
-            tiling = _PLAIN
-        else:
-            tiling = _mma_tiling(self.head_dim, arch) if kernel == "mma" else _simt_tiling(self.head_dim, arch)
+        tiling = self._tiling(kernel, arch)
         sizes = (("NUM_HEADS", self.num_heads), ("HEAD_DIM", self.head_dim))
         spec = KernelSpec(f"attention_{kernel}", (dtype_define(dtype), *sizes, *tiling.defines))
         scale = 1 / math.sqrt(self.head_dim)
-        if kernel == "mma":
-            scale *= math.log2(math.e)  # its exponentials are powers of two
-        return KernelPlan(spec, partial(self._launch, tiling, scale))
+        if kernel in ("mma", "wgmma"):
+            scale *= math.log2(math.e)  # their exponentials are powers of two
+        return KernelPlan(spec, partial(self._launch_wgmma if kernel == "wgmma" else self._launch, tiling, scale))
 
     def _choose(self, dtype: DType, arch: int) -> AttentionKernel:
         if self.head_dim not in (32, 64, 128):
             return "plain"
-        return "mma" if dtype in (DType.F16, DType.BF16) and arch >= 80 else "simt"
+        if dtype not in (DType.F16, DType.BF16) or arch < 80:
+            return "simt"
+        return "wgmma" if arch == 90 and self.head_dim >= 64 else "mma"
+
+    def _tiling(self, kernel: AttentionKernel, arch: int) -> _Tiling:
+        match kernel:
+            case "wgmma":
+                return _wgmma_tiling(self.head_dim)
+            case "mma":
+                return _mma_tiling(self.head_dim, arch)
+            case "simt":
+                return _simt_tiling(self.head_dim, arch)
+            case _:
+                return _PLAIN
 
     def _launch(
         self, tiling: _Tiling, scale: float, out: Array, qkv: Array, cu_seqlens: Array, max_seqlen: int
     ) -> Launch:
-        grid = (ceil_div(max_seqlen, tiling.block_q), self.num_heads, cu_seqlens.shape[0] - 1)
-        return Launch(grid, _NUM_THREADS, (out, qkv, cu_seqlens, scale), tiling.smem_bytes)
+        arguments = (out, qkv, cu_seqlens, scale)
+        return Launch(self._grid(tiling, cu_seqlens, max_seqlen), tiling.num_threads, arguments, tiling.smem_bytes)
+
+    def _launch_wgmma(
+        self, tiling: _Tiling, scale: float, out: Array, qkv: Array, cu_seqlens: Array, max_seqlen: int
+    ) -> Launch:
+        arguments = (out, TensorMap(qkv, 64), TensorMap(qkv, tiling.block_k), cu_seqlens, scale)
+        return Launch(self._grid(tiling, cu_seqlens, max_seqlen), tiling.num_threads, arguments, tiling.smem_bytes)
+
+    def _grid(self, tiling: _Tiling, cu_seqlens: Array, max_seqlen: int) -> tuple[int, int, int]:
+        return ceil_div(max_seqlen, tiling.block_q), self.num_heads, cu_seqlens.shape[0] - 1
 
     def _attend(self, context: Array, query: Array, key: Array, value: Array) -> None:
         """One block of queries (num_heads, rows, head_dim) against all keys of its text."""

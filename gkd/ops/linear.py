@@ -7,14 +7,14 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from gkd.dtype import DType
-from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div, dtype_define
+from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap, ceil_div, dtype_define
 from gkd.ops.blocks import row_blocks
 from gkd.ops.contract import Array, Signature, float_dtype
 from gkd.ops.gelu import gelu_
 from gkd.ops.threads import for_each, num_cores
 
 Activation = Literal["none", "gelu"]
-LinearKernel = Literal["auto", "simt", "mma"]
+LinearKernel = Literal["auto", "simt", "mma", "wgmma"]
 
 # Rows of one BLAS call: a short input takes a small block, a long one the block that BLAS is fast at.
 _BLOCK_ROWS = (256, 128, 64, 32, 16, 8, 4)
@@ -57,6 +57,16 @@ _MMA = _mma_tiling(128, 128, num_stages=3)
 _MMA_SM100 = _mma_tiling(128, 128, num_stages=4)
 
 
+def _wgmma_tiling(num_stages: int) -> _Tiling:
+    """Stages of x and weight, the results of two consumers, and the barriers of the stages: 224 KiB for five."""
+    block_m, block_n = 128, 128
+    smem_bytes = 2 * (num_stages * (block_m + block_n) * 64 + 2 * block_m * block_n) + 16 * (num_stages + 1)
+    return _Tiling(block_m, block_n, 384, (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes)), smem_bytes)
+
+
+_WGMMA = _wgmma_tiling(num_stages=5)
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """out = activation(x @ weight.T + bias), a row's bits independent of the other rows and of its place.
@@ -65,8 +75,9 @@ class Linear:
              weight (out_features, in_features), bias (out_features,).
     Dtypes:  one floating dtype; bias in its accumulator's, f32 for 16 bits.
 
-    `kernel` is what runs on a GPU: `mma`, tensor cores, takes 16 bits, in_features % 8 == 0, compute capability 8.0 and
-    later; `simt` takes anything; `auto` is the first of them that can. The two add in different orders.
+    `kernel` is what runs on a GPU: `wgmma` takes 16 bits, in_features and out_features % 8 == 0, and compute capability
+    9.0; `mma` 16 bits, in_features % 8 == 0, and 8.0 and later; `simt` anything; `auto` is the first of them that can.
+    `wgmma` and `mma`, on tensor cores, give the same bits; `simt` adds in another order.
     """
 
     in_features: int
@@ -98,21 +109,34 @@ class Linear:
         for_each(compute, self._pieces(len(x)) if x.dtype == np.float32 else [(0, len(x), slice(None))])
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
-        use_mma = self.kernel == "mma" or (self.kernel == "auto" and self._fits_mma(dtype, arch))
-        mma = _MMA_SM100 if 100 <= arch < 120 else _MMA
-        name, tiling = ("linear_mma", mma) if use_mma else ("linear_simt", _SIMT)
+        kernel = self._choose(dtype, arch) if self.kernel == "auto" else self.kernel
+        if kernel == "wgmma":
+            tiling, launch = _WGMMA, self._launch_wgmma
+        elif kernel == "mma":
+            tiling, launch = _MMA_SM100 if 100 <= arch < 120 else _MMA, self._launch
+        else:
+            tiling, launch = _SIMT, self._launch
         sizes = (("IN_FEATURES", self.in_features), ("OUT_FEATURES", self.out_features))
         defines = (dtype_define(dtype), *sizes, ("GELU", int(self.activation == "gelu")), *tiling.defines)
-        return KernelPlan(KernelSpec(name, defines), partial(self._launch, tiling))
+        return KernelPlan(KernelSpec(f"linear_{kernel}", defines), partial(launch, tiling))
 
-    def _fits_mma(self, dtype: DType, arch: int) -> bool:
-        return dtype in (DType.F16, DType.BF16) and arch >= 80 and self.in_features % 8 == 0
+    def _choose(self, dtype: DType, arch: int) -> LinearKernel:
+        if dtype not in (DType.F16, DType.BF16) or arch < 80 or self.in_features % 8 != 0:
+            return "simt"
+        return "wgmma" if arch == 90 and self.out_features % 8 == 0 else "mma"
 
     def _launch(self, tiling: _Tiling, out: Array, x: Array, weight: Array, bias: Array) -> Launch:
-        num_rows = x.shape[0]
-        num_blocks = ceil_div(num_rows, tiling.block_m) * ceil_div(self.out_features, tiling.block_n)
-        arguments = (out, x, weight, bias, num_rows)
-        return Launch((num_blocks, 1, 1), tiling.num_threads, arguments, tiling.smem_bytes)
+        arguments = (out, x, weight, bias, x.shape[0])
+        return Launch((self._num_tiles(tiling, x), 1, 1), tiling.num_threads, arguments, tiling.smem_bytes)
+
+    def _launch_wgmma(self, tiling: _Tiling, out: Array, x: Array, weight: Array, bias: Array) -> Launch:
+        maps = (TensorMap(out, tiling.block_m), TensorMap(x, tiling.block_m), TensorMap(weight, tiling.block_n))
+        arguments = (*maps, bias, x.shape[0])
+        grid = (self._num_tiles(tiling, x), 1, 1)
+        return Launch(grid, tiling.num_threads, arguments, tiling.smem_bytes, persistent=True)
+
+    def _num_tiles(self, tiling: _Tiling, x: Array) -> int:
+        return ceil_div(x.shape[0], tiling.block_m) * ceil_div(self.out_features, tiling.block_n)
 
     def _pieces(self, num_rows: int) -> list[tuple[int, int, slice]]:
         """(first row, rows, columns) of each product: enough for every core, of block sizes that keep the bits."""

@@ -1,30 +1,72 @@
-// LayerNorm of a row that a warp holds in registers: element i * 32 + lane_idx in values[i] of each lane.
+// LayerNorm of a row that a warp holds in registers, in vectors of neighbouring elements: vector i * 32 + lane_idx of the row
+// is values[i * VECTOR ...] of each lane.
 #pragma once
 #include "include/reduce.cuh"
 #include "include/types.cuh"
+#include "include/vector.cuh"
 
-#define LANE_ELEMENTS(SIZE) (((SIZE) + 31) / 32)
+template <int SIZE>
+struct LaneRow {
+    // As wide as every lane can have the same number of; where no width fits, the last vectors of one element are missing.
+    static constexpr int VECTOR = SIZE % 256 == 0 ? 8 : SIZE % 128 == 0 ? 4 : SIZE % 64 == 0 ? 2 : 1;
+    static constexpr int NUM_VECTORS = (SIZE + 32 * VECTOR - 1) / (32 * VECTOR);
 
-// Biased variance in two passes, eps inside the root. Elements past SIZE are not read.
-template <class Element, int SIZE>
-__device__ __forceinline__ void layer_norm(
-    Element* out, float (&values)[LANE_ELEMENTS(SIZE)], const float* gamma, const float* beta, int lane_idx, float eps) {
-    float sum = 0.0f;
+    float values[NUM_VECTORS * VECTOR];
+
+    __device__ __forceinline__ static int column(int vector) { return (vector * 32 + threadIdx.x % 32) * VECTOR; }
+    __device__ __forceinline__ static bool exists(int vector) { return SIZE % 32 == 0 || column(vector) < SIZE; }
+
+    template <class Element>
+    __device__ __forceinline__ void load(const Element* row) {
 #pragma unroll
-    for (int i = 0; i < LANE_ELEMENTS(SIZE); ++i) {
-        if (i * 32 + lane_idx < SIZE) sum += values[i];
-    }
-    float mean = warp_sum(sum) / SIZE;
-    float squares = 0.0f;
+        for (int i = 0; i < NUM_VECTORS; ++i) {
+            Vector<Element, VECTOR> vector{};
+            if (exists(i)) vector = load_vector<VECTOR>(row + column(i));
 #pragma unroll
-    for (int i = 0; i < LANE_ELEMENTS(SIZE); ++i) {
-        values[i] -= mean;
-        if (i * 32 + lane_idx < SIZE) squares += values[i] * values[i];
+            for (int j = 0; j < VECTOR; ++j) values[i * VECTOR + j] = to_float(vector.values[j]);
+        }
     }
-    float scale = 1.0f / sqrtf(warp_sum(squares) / SIZE + eps);
+
+    template <class Element>
+    __device__ __forceinline__ void add(const Element* row) {
+        LaneRow other;
+        other.load(row);
 #pragma unroll
-    for (int i = 0; i < LANE_ELEMENTS(SIZE); ++i) {
-        int column = i * 32 + lane_idx;
-        if (column < SIZE) out[column] = from_float<Element>(values[i] * scale * gamma[column] + beta[column]);
+        for (int i = 0; i < NUM_VECTORS * VECTOR; ++i) values[i] += other.values[i];
     }
-}
+
+    template <class Element>
+    __device__ __forceinline__ void store(Element* row) const {
+#pragma unroll
+        for (int i = 0; i < NUM_VECTORS; ++i) {
+            Vector<Element, VECTOR> vector;
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) vector.values[j] = from_float<Element>(values[i * VECTOR + j]);
+            if (exists(i)) store_vector(row + column(i), vector);
+        }
+    }
+
+    // Biased variance in two passes, eps inside the root.
+    __device__ __forceinline__ void normalize(const float* gamma, const float* beta, float eps) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < NUM_VECTORS * VECTOR; ++i) sum += values[i];
+        float mean = warp_sum(sum) / SIZE;
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < NUM_VECTORS; ++i) {
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+                float& value = values[i * VECTOR + j];
+                value -= mean;
+                if (exists(i)) squares += value * value;
+            }
+        }
+        float scale = 1.0f / sqrtf(warp_sum(squares) / SIZE + eps);
+        LaneRow factor, offset;
+        factor.load(gamma);
+        offset.load(beta);
+#pragma unroll
+        for (int i = 0; i < NUM_VECTORS * VECTOR; ++i) values[i] = values[i] * scale * factor.values[i] + offset.values[i];
+    }
+};

@@ -71,6 +71,8 @@ struct Meeting {
 struct Warp {
     uint32_t live = 0;
     Fiber* lanes[WARP_SIZE] = {};
+    // This turn: in a random order, so that warps get ahead of each other by more than a turn.
+    bool sits_out = false;
     // By the lowest lane of the mask: groups that meet apart are disjoint.
     Meeting meetings[WARP_SIZE];
 };
@@ -128,11 +130,6 @@ void resume(Fiber& fiber) {
     enter(fiber);
 }
 
-void wait(Fiber::State state) {
-    current->state = state;
-    leave(*current);
-}
-
 // ---- Barriers ----------------------------------------------------------------------------------------------------
 
 void open_barrier_if_complete() {
@@ -157,6 +154,7 @@ void end_meeting_if_complete(Warp& warp, Meeting& meeting) {
 void thread_main() {
     begin();
     run->entry->invoke(run->arguments);
+    end_thread();
     Fiber& fiber = *current;
     Warp& warp = run->warps[fiber.warp_idx];
     --run->num_live;
@@ -166,7 +164,8 @@ void thread_main() {
     for (Meeting& meeting : warp.meetings) {
         if (meeting.mask != 0) end_meeting_if_complete(warp, meeting);
     }
-    wait(Fiber::State::returned);
+    fiber.state = Fiber::State::returned;
+    leave(fiber);
     abort();
 }
 
@@ -190,6 +189,7 @@ void start_threads() {
         fiber.lane = i % WARP_SIZE;
         fiber.copies.clear();
         fiber.num_committed_groups = 0;
+        fiber.polled = nullptr;
         run->warps[fiber.warp_idx].lanes[fiber.lane] = &fiber;
         run->warps[fiber.warp_idx].live |= 1u << fiber.lane;
         clean_stack(fiber);
@@ -204,10 +204,7 @@ void start_threads() {
 }
 
 void shuffle_items(std::vector<unsigned>& items) {
-    for (size_t i = items.size(); i > 1; --i) {
-        run->random_state = run->random_state * 1664525u + 1013904223u;
-        std::swap(items[i - 1], items[(run->random_state >> 8) % i]);
-    }
+    for (unsigned i = static_cast<unsigned>(items.size()); i > 1; --i) std::swap(items[i - 1], items[random_below(i)]);
 }
 
 // 0 .. count - 1 in the launch's order.
@@ -235,30 +232,47 @@ void report_deadlock() {
             run->error += text;
         }
     }
+    for (const auto& fiber : run->fibers) {
+        if (fiber->state != Fiber::State::at_event || fiber->event->waiting.front() != fiber.get()) continue;
+        size_t num_others = fiber->event->waiting.size() - 1;
+        snprintf(text, sizeof text, num_others == 0 ? " thread %u waits " : " thread %u and %zu more wait ",
+                 fiber->thread_index.x, num_others);
+        run->error += text + fiber->event->describe() + ";";
+    }
     run->error.pop_back();
 }
+
+// In a random order a copy arrives about once in so many turns of all threads; in the others when no thread can go on.
+constexpr unsigned TURNS_OF_COPY = 4;
 
 // False if the launch has failed.
 bool run_block() {
     fill_shared();
+    begin_engines();
     start_threads();
     std::vector<unsigned> turn = in_order(static_cast<unsigned>(run->fibers.size()));
     while (run->num_live > 0) {
         bool any_runnable = false;
-        if (run->order == Order::random) shuffle_items(turn);
+        if (run->order == Order::random) {
+            shuffle_items(turn);
+            for (Warp& warp : run->warps) warp.sits_out = random_below(2) == 0;
+        }
         for (unsigned i : turn) {
             Fiber& fiber = *run->fibers[i];
             if (fiber.state != Fiber::State::runnable) continue;
             any_runnable = true;
+            if (run->warps[fiber.warp_idx].sits_out) continue;
             resume(fiber);
             if (!run->error.empty()) return false;
         }
-        if (!any_runnable) {
+        bool copy_arrives = !any_runnable || (run->order == Order::random && random_below(TURNS_OF_COPY) == 0);
+        if (!(copy_arrives && let_copy_arrive()) && !any_runnable) {
             report_deadlock();
             return false;
         }
     }
-    return true;
+    run->error = end_engines();
+    return run->error.empty();
 }
 
 // ---- A launch ----------------------------------------------------------------------------------------------------
@@ -332,6 +346,26 @@ void warp_collective(const char* name, uint32_t mask, Combine combine, void* arg
     leave(*current);
 }
 
+void join(Event& event) {
+    current->state = Fiber::State::at_event;
+    current->event = &event;
+    event.waiting.push_back(current);
+}
+
+void release(Event& event) {
+    for (Fiber* fiber : event.waiting) fiber->state = Fiber::State::runnable;
+    event.waiting.clear();
+}
+
+void give_up_turn() { leave(*current); }
+
+Order launch_order() { return run->order; }
+
+unsigned random_below(unsigned count) {
+    run->random_state = run->random_state * 1664525u + 1013904223u;
+    return static_cast<unsigned>(uint64_t{run->random_state} * count >> 32);
+}
+
 void combine_nothing(void* const (&)[WARP_SIZE], uint32_t) {}
 
 void combine_ballot(void* const (&arguments)[WARP_SIZE], uint32_t lanes) {
@@ -355,6 +389,35 @@ bool is_shared(const void* address, size_t num_bytes) {
 
 namespace {
 
+constexpr size_t SHARED_ALIGNMENT = 1024;
+
+// The address of the first byte of static shared memory, and of dynamic.
+size_t static_shared_address() { return reinterpret_cast<size_t>(run->entry->static_shared_begin) % SHARED_ALIGNMENT; }
+size_t dynamic_shared_address() {
+    auto num_bytes = static_cast<size_t>(run->entry->static_shared_end - run->entry->static_shared_begin);
+    return (static_shared_address() + num_bytes + SHARED_ALIGNMENT - 1) / SHARED_ALIGNMENT * SHARED_ALIGNMENT;
+}
+
+}  // namespace
+
+unsigned shared_address(const void* address) {
+    auto distance = [=](const void* first) {
+        return static_cast<size_t>(static_cast<const char*>(address) - static_cast<const char*>(first));
+    };
+    bool is_static = address >= run->entry->static_shared_begin && address < run->entry->static_shared_end;
+    return static_cast<unsigned>(is_static ? static_shared_address() + distance(run->entry->static_shared_begin)
+                                           : dynamic_shared_address() + distance(dynamic_shared_base));
+}
+
+unsigned char* shared_pointer(unsigned address) {
+    size_t dynamic = dynamic_shared_address();
+    void* pointer = address < dynamic ? run->entry->static_shared_begin + (address - static_shared_address())
+                                      : static_cast<char*>(dynamic_shared_base) + (address - dynamic);
+    return static_cast<unsigned char*>(pointer);
+}
+
+namespace {
+
 bool kinds_match(const char* passed, const char* taken) {
     if (strlen(passed) != strlen(taken)) return false;
     for (; *taken != 0; ++passed, ++taken) {
@@ -369,7 +432,8 @@ bool kinds_match(const char* passed, const char* taken) {
 std::string launch(const Entry& entry, const LaunchShape& shape, const char* kinds, void* const* arguments) {
     if (!kinds_match(kinds, entry.kinds)) {
         return std::string("the launch passes `") + kinds + "`, the kernel takes `" + entry.kinds +
-               "` (a digit: pointer to elements of so many bytes, p: pointer to others, i: int, f: float)";
+               "` (a digit: pointer to elements of so many bytes, p: pointer to others, i: int, f: float, "
+               "m: tensor map)";
     }
     if (shape.num_threads == 0 || shape.num_threads > 1024) return "a block has 1 to 1024 threads";
     Run launched{&entry, arguments, static_cast<Order>(shape.order), shape.smem_bytes, {}, {}};
@@ -382,7 +446,7 @@ std::string launch(const Entry& entry, const LaunchShape& shape, const char* kin
     }
     launched.warps.resize((shape.num_threads + WARP_SIZE - 1) / WARP_SIZE);
     // Exactly as long as asked, so that the sanitizer sees the first byte past it.
-    if (posix_memalign(&dynamic_shared_base, 1024, shape.smem_bytes) != 0) return "no memory";
+    if (posix_memalign(&dynamic_shared_base, SHARED_ALIGNMENT, shape.smem_bytes) != 0) return "no memory";
     run_blocks();
     free(dynamic_shared_base);
     dynamic_shared_base = nullptr;

@@ -70,6 +70,8 @@ CUSIM_VECTORS(unsigned, uint)
 CUSIM_VECTORS(float, float)
 #undef CUSIM_VECTORS
 
+struct TensorMap;  // kernels/include/ptx.cuh
+
 namespace cusim {
 
 // ---- The running thread ------------------------------------------------------------------------------------------
@@ -115,6 +117,11 @@ using Same = typename Identity<Type>::type;
 // Whether these bytes are shared memory, static or dynamic.
 bool is_shared(const void* address, size_t num_bytes);
 
+// Shared memory as instructions address it: from 0 on, the static before the dynamic, both as far from a multiple of
+// 1024 as they are here. The pointer is one only if it is_shared.
+unsigned shared_address(const void* address);
+unsigned char* shared_pointer(unsigned address);
+
 // ---- Warp collectives --------------------------------------------------------------------------------------------
 
 template <class Value>
@@ -155,7 +162,7 @@ void combine_nothing(void* const (&arguments)[WARP_SIZE], uint32_t lanes);
 // ---- The kernel's entry, as the runtime calls it -----------------------------------------------------------------
 
 // One letter a parameter: i 32-bit integer, f float; 1, 2, 4 or 8 pointer to elements of that many bytes, p to others;
-// ? what no launch can pass.
+// m tensor map; ? what no launch can pass.
 template <class Parameter>
 constexpr char KIND = '?';
 template <>
@@ -164,12 +171,22 @@ template <>
 constexpr char KIND<unsigned> = 'i';
 template <>
 constexpr char KIND<float> = 'f';
+template <>
+constexpr char KIND<TensorMap> = 'm';
 template <class Element>
 constexpr char KIND<Element*> = 8 % sizeof(Element) == 0 ? '0' + sizeof(Element) : 'p';
 template <>
 constexpr char KIND<void*> = 'p';
 template <>
 constexpr char KIND<const void*> = 'p';
+
+// Wherever the launch put it: not always as aligned as the type asks for.
+template <class Parameter>
+Parameter read_argument(const void* bytes) {
+    Parameter value;
+    memcpy(&value, bytes, sizeof value);
+    return value;
+}
 
 template <size_t... values>
 struct Indices {};
@@ -183,7 +200,7 @@ struct Caller {
 
     template <size_t... indices>
     static void call(void* const* arguments, Indices<indices...>) {
-        kernel(*static_cast<Parameters*>(arguments[indices])...);
+        kernel(read_argument<Parameters>(arguments[indices])...);
     }
 };
 

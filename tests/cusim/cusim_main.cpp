@@ -31,6 +31,10 @@ Buffer read_buffer() {
     return buffer;
 }
 
+struct Argument {
+    uint64_t words[cusim::TENSOR_MAP_BYTES / sizeof(uint64_t)];
+};
+
 }  // namespace
 
 int main(int, char** paths) {
@@ -44,16 +48,19 @@ int main(int, char** paths) {
     std::vector<Buffer> buffers(read_value<uint32_t>());
     for (Buffer& buffer : buffers) buffer = read_buffer();
 
-    // An argument is its kind and 8 bytes: the value itself of an i or f, a buffer's index otherwise.
-    std::vector<uint64_t> values(read_value<uint32_t>());
+    // An argument is its kind and its bytes. Of all but i and f the first 8 are a buffer's index, not yet its address.
+    std::vector<Argument> values(read_value<uint32_t>());
     std::string kinds;
-    for (uint64_t& value : values) {
-        kinds += read_value<char>();
-        value = read_value<uint64_t>();
-        if (kinds.back() != 'i' && kinds.back() != 'f') value = reinterpret_cast<uint64_t>(buffers.at(value).bytes);
-    }
     std::vector<void*> arguments;
-    for (uint64_t& value : values) arguments.push_back(&value);
+    for (Argument& value : values) {
+        kinds += read_value<char>();
+        size_t num_bytes = kinds.back() == 'm' ? sizeof value : sizeof value.words[0];
+        if (fread(value.words, 1, num_bytes, stdin) != num_bytes) exit(2);
+        if (kinds.back() != 'i' && kinds.back() != 'f') {
+            value.words[0] = reinterpret_cast<uint64_t>(buffers.at(value.words[0]).bytes);
+        }
+        arguments.push_back(&value);
+    }
 
     std::string error = cusim::launch(*entry, shape, kinds.c_str(), arguments.data());
     if (!error.empty()) {

@@ -1,4 +1,8 @@
-// Second bodies of the wrappers in kernels/include/ptx.cuh, by the PTX ISA's tables; the warp's part is cusim_ptx.cpp.
+// Second bodies of the wrappers in kernels/include/ptx.cuh, by the PTX ISA's tables; what a warp does together is
+// cusim_ptx.cpp, what is asynchronous or of a warpgroup on sm_90 is cusim_sm90.cpp.
+//
+// NOTE: fences, of barriers' initialisation and of proxies, do nothing here, and neither does setmaxnreg: that one is
+// missing shows on a device only, if there.
 #pragma once
 #include <cusim.h>
 
@@ -34,6 +38,40 @@ inline MatrixLoad matrix_load(unsigned (&matrix)[4], const void* smem_row) {
     load.matrix = matrix;
     return load;
 }
+
+// ---- sm_90 ----
+
+void init_mbarrier(unsigned long long* barrier, int num_arrivals);
+// Also expects the bytes.
+void arrive_at_mbarrier(unsigned long long* barrier, int num_bytes);
+bool poll_mbarrier(unsigned long long* barrier, unsigned parity);
+void wait_at_named_barrier(int barrier_idx, int num_threads, const char* file, int line);
+
+// The size of the box that will come.
+size_t start_load(void* smem, const TensorMap& map, int column, int row, unsigned long long* barrier);
+struct Snapshot {
+    unsigned char* bytes;
+    size_t num_bytes;
+};
+// To be filled with what is in shared memory now.
+Snapshot start_store(const TensorMap& map, int column, int row, const void* smem);
+void commit_stores();
+void wait_for_stores();
+
+enum class Half { f16, bf16 };
+// m64nNk16. The left operand is in shared memory, or in each thread's registers if those are given.
+struct Wgmma {
+    Half type;
+    unsigned num_columns;
+    const unsigned* a_registers;
+    unsigned long long a, b;  // descriptors
+    bool is_b_transposed;
+    bool accumulate;
+};
+void start_wgmma(const Wgmma& wgmma, float* d);
+void fence_wgmma();
+void commit_wgmma();
+void wait_for_wgmma(int num_pending_groups);
 
 }  // namespace cusim
 
@@ -93,3 +131,78 @@ inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
     cusim::MatrixProduct product{d, a, {b0, b1}};
     cusim::warp_collective("mma.f16", cusim::ALL_LANES, cusim::combine_mma_f16, &product);
 }
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+// For the descriptors of wgmma, which leave out the last 4 bits and have room for 18.
+inline unsigned smem_address(const void* smem) {
+    if (!cusim::is_shared(smem, 1)) cusim::fail("smem_address: not in shared memory");
+    unsigned address = cusim::shared_address(smem);
+    if (address % 16 != 0) cusim::fail("smem_address: 0x%x is not aligned to 16 bytes", address);
+    if (address >= 1 << 18) cusim::fail("smem_address: 0x%x, which is past 256 KiB", address);
+    return address;
+}
+
+inline void mbarrier_init(unsigned long long* barrier, int num_arrivals) {
+    cusim::init_mbarrier(barrier, num_arrivals);
+}
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(unsigned long long* barrier) { cusim::arrive_at_mbarrier(barrier, 0); }
+inline void mbarrier_arrive_expect_tx(unsigned long long* barrier, int num_bytes) {
+    cusim::arrive_at_mbarrier(barrier, num_bytes);
+}
+// The first answer to a thread that would have to wait is no, as it may be on a device; if it asks again, it waits.
+inline bool mbarrier_try_wait(unsigned long long* barrier, unsigned parity) {
+    return cusim::poll_mbarrier(barrier, parity);
+}
+
+// The box is NaN from here to its arrival: when no thread can go on, or at random. It is filled here, so that the
+// sanitizer names the kernel's line.
+inline void tma_load_2d(void* smem, const TensorMap& map, int column, int row, unsigned long long* barrier) {
+    memset(smem, 0xff, cusim::start_load(smem, map, column, row, barrier));
+}
+// Written at bulk_wait_read; shared memory must be then what it is now.
+inline void tma_store_2d(const TensorMap& map, int column, int row, const void* smem) {
+    cusim::Snapshot snapshot = cusim::start_store(map, column, row, smem);
+    memcpy(snapshot.bytes, smem, snapshot.num_bytes);
+}
+inline void bulk_commit() { cusim::commit_stores(); }
+inline void bulk_wait_read() { cusim::wait_for_stores(); }
+inline void fence_proxy_async() {}
+
+inline void barrier_sync(
+    int barrier_idx, int num_threads, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    cusim::wait_at_named_barrier(barrier_idx, num_threads, file, line);
+}
+
+template <int NUM_REGISTERS>
+inline void setmaxnreg_dec() {}
+template <int NUM_REGISTERS>
+inline void setmaxnreg_inc() {}
+
+// Accumulators are NaN from the first product to the wait for the last. Operands in shared memory must be the same at
+// the wait as when the first thread gave them.
+inline void wgmma_fence() { cusim::fence_wgmma(); }
+inline void wgmma_commit() { cusim::commit_wgmma(); }
+template <int PENDING>
+inline void wgmma_wait() {
+    cusim::wait_for_wgmma(PENDING);
+}
+#define CUSIM_WGMMA(type)                                                                                      \
+    inline void wgmma_m64n128k16_##type(                                                                       \
+        float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {                          \
+        cusim::start_wgmma({cusim::Half::type, 128, nullptr, a, b, false, accumulate != 0}, d);                \
+    }                                                                                                          \
+    inline void wgmma_m64n64k16_registers_##type(                                                              \
+        float (&d)[32], const unsigned (&a)[4], unsigned long long b, int accumulate) {                        \
+        cusim::start_wgmma({cusim::Half::type, 64, a, 0, b, true, accumulate != 0}, d);                        \
+    }                                                                                                          \
+    inline void wgmma_m64n128k16_registers_##type(                                                             \
+        float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) {                        \
+        cusim::start_wgmma({cusim::Half::type, 128, a, 0, b, true, accumulate != 0}, d);                       \
+    }
+CUSIM_WGMMA(f16)
+CUSIM_WGMMA(bf16)
+#undef CUSIM_WGMMA
+
+#endif

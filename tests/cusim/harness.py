@@ -12,7 +12,7 @@ import re
 import struct
 import subprocess
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gkd.kernel import KernelPlan, KernelSpec, Launch
+from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap
 
 Array = NDArray[Any]
 
@@ -35,7 +35,8 @@ FORWARD, REVERSE, RANDOM = ORDERS = (0, 1, 2)
 
 _COMPILER = "g++"
 # As NVRTC's defaults: C++17, multiplications and additions contracted where the compiler likes. A pattern in variables
-# that were never set shows where NVRTC would leave whatever a register held.
+# that were never set shows where NVRTC would leave whatever a register held. GCC would note that it once passed what is
+# aligned as a tensor map otherwise.
 _FLAGS = (
     "-std=c++17",
     "-march=x86-64-v3",
@@ -44,6 +45,7 @@ _FLAGS = (
     "-ftrivial-auto-var-init=pattern",
     "-fPIC",
     "-g1",
+    "-Wno-psabi",
     "-DCUSIM",
     "-Itests/cusim",
 )
@@ -83,19 +85,24 @@ def run(
     order: int = FORWARD,
     sanitize: bool = False,
     arch: int = 80,
+    num_sms: int = 2,
     sources: Path = KERNELS,
 ) -> None:
     """Launches the plan's kernel on these tensors, as the device would: NumPy arrays, bf16 as uint16.
 
     arch is what `plan` was made for; the kernel sees it as __CUDA_ARCH__. Arrays are C-contiguous, and either the same
-    or apart. The plain build trusts the kernel not to write far outside them; the sanitized one does not.
+    or apart. The plain build trusts the kernel not to write far outside them; the sanitized one does not. A persistent
+    launch gets at most num_sms blocks: few, so that each has several things to do.
     """
     launch = plan.launch(*tensors)
     if 0 in launch.grid:
         raise CusimError(f"{plan.spec.name}: the grid {launch.grid} is empty")
+    grid_x, *grid_yz = launch.grid
+    if launch.persistent:
+        grid_x = min(grid_x, num_sms)
     binary = build(plan.spec, sanitize=sanitize, arch=arch, sources=sources)
     kinds = "".join(_kind(argument) for argument in launch.arguments)
-    shape = struct.pack("<6I", *launch.grid, launch.num_threads, launch.smem_bytes, order)
+    shape = struct.pack("<6I", grid_x, *grid_yz, launch.num_threads, launch.smem_bytes, order)
     error = (_run_program if sanitize else _run_library)(binary, shape, kinds, launch)
     if error:
         raise CusimError(f"{plan.spec.name}: {error}")
@@ -117,6 +124,7 @@ def build(spec: KernelSpec, *, sanitize: bool = False, arch: int = 80, sources: 
         f"-I{_relative(sources)}",
         f"-I{_relative(KERNELS)}",
         f"-DCUSIM_ARCH={arch * 10}",
+        *(("-D__CUDA_ARCH_FEAT_SM90_ALL=1",) if arch == 90 else ()),
         *(f"-D{name}={value}" for name, value in spec.defines),
     )
     target = CACHE / f"{spec.name}-{_digest(unit, *flags, _headers_digest(sources))}.so"
@@ -162,11 +170,12 @@ _runtime_lock = threading.Lock()
 def _runtime(sanitize: bool) -> Path:
     """What the kernels' libraries are loaded into: a library for this process, or the sanitized program."""
     with _runtime_lock:
-        # cusim_ptx.cpp touches no memory of a kernel's that cusim_ptx.h has not touched before: it need not be slow.
-        ptx = _runtime_unit("cusim_ptx.cpp", ("-c", *_flags(sanitize=False)))
+        # These touch no memory of a kernel's that they, or cusim_ptx.h, have not checked: they need not be slow.
+        compile_only = ("-c", *_flags(sanitize=False))
+        parts = [str(_runtime_unit(unit, compile_only)) for unit in ("cusim_ptx.cpp", "cusim_sm90.cpp")]
         if sanitize:
-            return _runtime_unit("cusim_main.cpp", ("cusim.cpp", str(ptx), "-rdynamic", *_SANITIZED_RUNTIME_FLAGS))
-        return _runtime_unit("cusim.cpp", (str(ptx), "-shared", *_flags(sanitize)))
+            return _runtime_unit("cusim_main.cpp", ("cusim.cpp", *parts, "-rdynamic", *_SANITIZED_RUNTIME_FLAGS))
+        return _runtime_unit("cusim.cpp", (*parts, "-shared", *_flags(sanitize)))
 
 
 def _runtime_unit(unit: str, arguments: tuple[str, ...]) -> Path:
@@ -213,19 +222,46 @@ def _headers_digest(sources: Path) -> str:
 
 def _kind(argument: Any) -> str:
     """As cusim.h's Entry spells it."""
+    if isinstance(argument, TensorMap):
+        _kind(argument.tensor)
+        _check_tensor_map(argument)
+        return "m"
     if isinstance(argument, np.ndarray):
         if not argument.flags.c_contiguous:
             raise CusimError("a tensor is not contiguous")
         return str(argument.itemsize)
     if isinstance(argument, float | int) and not isinstance(argument, bool):
         return "f" if isinstance(argument, float) else "i"
-    raise CusimError(f"a kernel takes arrays, int and float, not {type(argument).__name__}")
+    raise CusimError(f"a kernel takes arrays, tensor maps, int and float, not {type(argument).__name__}")
+
+
+def _check_tensor_map(argument: TensorMap) -> None:
+    """What cuTensorMapEncodeTiled would refuse."""
+    matrix = argument.tensor
+    if matrix.ndim != 2 or matrix.size == 0:
+        raise CusimError(f"a tensor map is of a matrix, not of shape {matrix.shape}")
+    if not 1 <= argument.box_rows <= 256:
+        raise CusimError(f"a tensor map's box has 1 to 256 rows, not {argument.box_rows}")
+    if matrix.shape[1] * matrix.itemsize % 16 != 0:
+        raise CusimError(f"a tensor map's rows are of whole 16 bytes, not {matrix.shape[1]} of {matrix.itemsize}")
+    if matrix.ctypes.data % 16 != 0:
+        raise CusimError("a tensor map's matrix does not lie at 16 bytes")
+
+
+def _value(argument: Any, place: Callable[[Array], int]) -> bytes:
+    """What the kernel's parameter is made of, in at least 8 bytes; `place` says what stands for an array."""
+    if isinstance(argument, TensorMap):
+        matrix = argument.tensor
+        return struct.pack("<3Q2I96x", place(matrix), *matrix.shape, matrix.itemsize, argument.box_rows)
+    if isinstance(argument, np.ndarray):
+        return struct.pack("<Q", place(argument))
+    return struct.pack("<f4x" if isinstance(argument, float) else "<i4x", argument)
 
 
 def _buffers(launch: Launch) -> dict[tuple[int, int], Array]:
     """The launch's arrays, each once, by place and size."""
-    arrays = [argument for argument in launch.arguments if isinstance(argument, np.ndarray)]
-    return {_key(array): array for array in arrays}
+    tensors = (argument.tensor if isinstance(argument, TensorMap) else argument for argument in launch.arguments)
+    return {_key(tensor): tensor for tensor in tensors if isinstance(tensor, np.ndarray)}
 
 
 def _key(array: Array) -> tuple[int, int]:
@@ -265,12 +301,11 @@ def _entry(path: Path) -> Any:
 def _run_library(path: Path, shape: bytes, kinds: str, launch: Launch) -> str:
     buffers = _buffers(launch)
     padded = {key: _with_margins(buffer) for key, buffer in buffers.items()}
-    values: list[Any] = []
-    for argument in launch.arguments:
-        if isinstance(argument, np.ndarray):
-            values.append(ctypes.c_void_p(padded[_key(argument)].ctypes.data + _MARGIN_BYTES))
-        else:
-            values.append(ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument))
+
+    def place(array: Array) -> int:
+        return padded[_key(array)].ctypes.data + _MARGIN_BYTES
+
+    values = [ctypes.create_string_buffer(_value(argument, place)) for argument in launch.arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     with _launch_lock:
         error = _runtime_library()(_entry(path), shape, kinds.encode(), pointers)
@@ -296,11 +331,12 @@ def _run_program(path: Path, shape: bytes, kinds: str, launch: Launch) -> str:
     message = [shape, struct.pack("<I", len(buffers))]
     message += (struct.pack("<Q", buffer.nbytes) + buffer.tobytes() for buffer in buffers.values())
     message += [struct.pack("<I", len(kinds))]
+
+    def place(array: Array) -> int:
+        return list(buffers).index(_key(array))
+
     for kind, argument in zip(kinds, launch.arguments, strict=True):
-        if isinstance(argument, np.ndarray):
-            message += [struct.pack("<cQ", kind.encode(), list(buffers).index(_key(argument)))]
-        else:
-            message += [struct.pack("<ci4x" if kind == "i" else "<cf4x", kind.encode(), argument)]
+        message += [kind.encode(), _value(argument, place)]
 
     # The kernel's line is what matters; leaks at an error's exit do not.
     environment = {

@@ -1,4 +1,4 @@
-"""attention_plain, attention_simt and attention_mma on the CPU: against the reference in float64, and text by text."""
+"""attention_plain, _simt, _mma and _wgmma on the CPU: against the reference in float64, and text by text."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -55,6 +55,9 @@ CASES = (
     Case("mma", DType.BF16, 2, 64),
     Case("mma", DType.F16, 1, 64),
     Case("mma", DType.BF16, 1, 128),
+    Case("wgmma", DType.BF16, 2, 64, arch=90),
+    Case("wgmma", DType.F16, 1, 64, arch=90),
+    Case("wgmma", DType.BF16, 1, 128, arch=90),
 )
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -110,7 +113,7 @@ def bound(case: Case, qkv: Array, lengths: tuple[int, ...]) -> Array:
         score_magnitude[start:end] = np.repeat(largest, case.head_dim, axis=1)
     relative = 2 * step * ((case.head_dim + 8) * score_magnitude + max(lengths) + 16)
     least = 0.0
-    if case.kernel == "mma":
+    if case.kernel in ("mma", "wgmma"):
         relative += UNIT[case.dtype]
         if case.dtype is DType.F16:
             # A weight below 2^-14 has a rounding error of its own size; the largest weight is 1, and so is their sum.
@@ -128,6 +131,16 @@ def test_matches_float64_in_any_schedule(case: Case, scale: float) -> None:
     wide = widened(qkv)
     assert_close(outputs[0], reference(case, wide, LENGTHS), bound(case, wide, LENGTHS))
     assert all(same_bits(out, outputs[0]) for out in outputs)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["forward", "reverse", "random"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.kernel == "wgmma"], ids=str)
+def test_a_long_text_goes_round_the_stages(case: Case, order: int) -> None:
+    lengths = (3, 1100)
+    rng = np.random.default_rng(19)
+    qkv = narrowed(rng.standard_normal((sum(lengths), 3 * case.width), dtype=np.float32), case.dtype)
+    wide = widened(qkv)
+    assert_close(attend(case, qkv, lengths, order), reference(case, wide, lengths), bound(case, wide, lengths))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype is DType.F32], ids=str)
@@ -202,4 +215,4 @@ def test_shared_memory_fits_a_block(dtype: DType, head_dim: int, arch: int) -> N
         )
         .smem_bytes
     )
-    assert kernel_smem_bytes <= (64 << 10 if arch == 75 else 99 << 10)
+    assert kernel_smem_bytes <= {75: 64, 90: 227}.get(arch, 99) << 10

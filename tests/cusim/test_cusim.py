@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from gkd.dtype import DType
-from gkd.kernel import KernelPlan, KernelSpec, Launch
+from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap
 from gkd.ops.contract import Array
 from tests.cusim.harness import FORWARD, HERE, ORDERS, RANDOM, REVERSE, CusimError, build_all, run
 from tests.numerics import narrowed, poisoned, widened
 
 KERNELS = HERE / "kernels"
-# As divergent.cu numbers them.
-CASES = ("BARRIER_AND_WARP", "TWO_BARRIERS", "TWO_COLLECTIVES", "NOT_IN_MASK", "EARLY_EXIT")
+BOX_ROWS, NUM_PHASES = 16, 5
 RNG = np.random.default_rng(5)
 
 orders = pytest.mark.parametrize("order", ORDERS, ids=["forward", "reverse", "random"])
@@ -28,11 +27,17 @@ def plan(name: str, defines: dict[str, int], **geometry: Any) -> KernelPlan:
 
 
 def launch(
-    name: str, *arguments: Any, order: int = FORWARD, sanitize: bool = False, defines: Any = None, **geometry: Any
+    name: str,
+    *arguments: Any,
+    order: int = FORWARD,
+    sanitize: bool = False,
+    arch: int = 80,
+    defines: Any = None,
+    **geometry: Any,
 ) -> None:
     """Of one block of one warp, unless `geometry` says otherwise."""
     geometry = {"grid": (1, 1, 1), "num_threads": 32} | geometry
-    run(plan(name, defines or {}, **geometry), *arguments, order=order, sanitize=sanitize, sources=KERNELS)
+    run(plan(name, defines or {}, **geometry), *arguments, order=order, sanitize=sanitize, arch=arch, sources=KERNELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +50,22 @@ def compiled() -> None:
         "unwritten": [{}],
         "warp_functions": [{}],
     }
-    build_all((plan(name, defines).spec for name, items in variants.items() for defines in items), sources=KERNELS)
+    sm90_variants: dict[str, list[dict[str, int]]] = {
+        "box_copies": [{"BOX_ROWS": BOX_ROWS}],
+        "mbarriers": [{"NUM_PHASES": NUM_PHASES}],
+        "named_barriers": [{}],
+        "wgmma_products": [{"DTYPE_BF16": 1}, {"DTYPE_F16": 1}],
+    }
+    for arch, group in ((80, variants), (90, sm90_variants)):
+        specs = (plan(name, defines).spec for name, items in group.items() for defines in items)
+        build_all(specs, arch=arch, sources=KERNELS)
+
+
+def case_number(name: str, case: str) -> int:
+    """As the kernel's `enum Case` has it."""
+    enumerators = re.search(r"enum Case \{([^}]*)\}", (KERNELS / f"{name}.cu").read_text())
+    assert enumerators
+    return enumerators[1].replace(",", " ").split().index(case)
 
 
 def line_of(name: str, text: str) -> str:
@@ -69,7 +89,7 @@ def reverse(
 ) -> bool:
     """Whether three blocks of 64 threads got it right."""
     x, out = RNG.standard_normal(192, dtype=np.float32), poisoned((192,), DType.F32)
-    geometry = {"grid": (3, 1, 1), "num_threads": 64, "smem_bytes": 0 if static else 64 * 4}
+    geometry: dict[str, Any] = {"grid": (3, 1, 1), "num_threads": 64, "smem_bytes": 0 if static else 64 * 4}
     defines = {"NUM_THREADS": threads, "STATIC": static}
     mistakes = (has_barrier, shared_shift, global_shift)
     launch("reverse", out, x, *mistakes, defines=defines, order=order, sanitize=sanitize, **geometry)
@@ -117,7 +137,7 @@ def test_orders() -> None:
 
 def test_threads_that_have_returned_are_not_waited_for() -> None:
     out = np.full(80, -1, np.int32)
-    launch("divergent", out, CASES.index("EARLY_EXIT"), num_threads=80)
+    launch("divergent", out, case_number("divergent", "EARLY_EXIT"), num_threads=80)
     assert [int(value) for value in out] == ([20] * 20 + [-1] * 12) * 2 + [-1] * 16
 
 
@@ -139,7 +159,7 @@ def test_threads_that_have_returned_are_not_waited_for() -> None:
 def test_threads_that_miss_each_other_end_the_launch(case: str, message: str, sanitize: bool, order: int) -> None:
     out = np.zeros(64, np.int32)
     with pytest.raises(CusimError) as error:
-        launch("divergent", out, CASES.index(case), num_threads=64, order=order, sanitize=sanitize)
+        launch("divergent", out, case_number("divergent", case), num_threads=64, order=order, sanitize=sanitize)
     assert re.fullmatch("divergent: " + message, str(error.value))
 
 
@@ -313,3 +333,251 @@ def test_conversions_and_powers() -> None:
     got = powers[finite].astype(np.float64)
     assert (np.abs(got[normal] - exact[normal]) <= 2.0**-22.5 * exact[normal]).all()
     assert np.array_equal(got[~normal], exact[~normal])
+
+
+# ---- sm_90 ----------------------------------------------------------------------------------------------------------
+
+
+def sm90(name: str, case: str, *arguments: Any, **options: Any) -> None:
+    launch(name, *arguments, case_number(name, case), arch=90, **options)
+
+
+def box_copies(
+    case: str, order: int = FORWARD, sanitize: bool = False, dtype: DType = DType.BF16, column: int = 0, row: int = 0
+) -> tuple[Array, Array, Array, Array]:
+    """What came to lie in shared memory and where it should go, each followed by what that should be."""
+    width = 128 // dtype.itemsize
+    x = narrowed(RNG.standard_normal((20, width + 16)), dtype)
+    out, seen = poisoned(x.shape, dtype), np.zeros((BOX_ROWS, 32), np.uint32)
+    arguments = (TensorMap(out, BOX_ROWS), TensorMap(x, BOX_ROWS), seen, column, row)
+    sm90("box_copies", case, *arguments, defines={"BOX_ROWS": BOX_ROWS}, order=order, sanitize=sanitize)
+
+    # The box within zeros on all sides, its chunks of 16 bytes exchanged; and what of it is inside.
+    surrounded = np.pad(x, ((32, 32), (128, 128)))
+    box = surrounded[32 + row : 32 + row + BOX_ROWS, 128 + column : 128 + column + width]
+    rows, chunks = np.ogrid[:BOX_ROWS, :8]
+    swizzled = np.ascontiguousarray(box).view(np.uint32).reshape(BOX_ROWS, 8, 4)[rows, chunks ^ rows % 8]
+    want = poisoned(x.shape, dtype)
+    inside = slice(max(row, 0), max(row + BOX_ROWS, 0)), slice(max(column, 0), max(column + width, 0))
+    want[inside] = x[inside]
+    return seen, swizzled.reshape(BOX_ROWS, 32), out, want
+
+
+@orders
+@builds
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])
+def test_boxes_come_and_go(dtype: DType, sanitize: bool, order: int) -> None:
+    # Inside, over each edge, at places that are no multiple of 16 bytes, and outside.
+    for column, row in ((0, 0), (8, 3), (21, 9), (-5, -3), (90, 0), (0, -32)):
+        seen, swizzled, out, want = box_copies("RIGHT", order, sanitize, dtype, column, row)
+        assert np.array_equal(seen, swizzled)
+        assert np.array_equal(out.view(np.uint8), want.view(np.uint8))
+
+
+@orders
+@pytest.mark.parametrize("case", ["READ_EARLY", "PHASE_AHEAD"])
+def test_a_box_that_has_not_come_is_nan(case: str, order: int) -> None:
+    seen, _, out, want = box_copies(case, order)
+    assert (seen == 0xFFFFFFFF).all()
+    assert np.array_equal(out, want)
+
+
+@orders
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "TOO_MANY_BYTES",
+            r"deadlock in block \(0, 0, 0\): thread \d+ and 31 more wait for parity 0 of the mbarrier at shared memory "
+            r"\+ 0x\w+, which lacks 0 of 1 arrivals and 16 bytes",
+        ),
+        ("TOO_FEW_BYTES", r"deadlock .* lacks 0 of 1 arrivals and -16 bytes"),
+        ("NOBODY_WAITS", r"block \(0, 0, 0\) ended with 1 copies by tma_load_2d under way"),
+        ("TWICE", "tma_load_2d: an earlier copy to the same place is still under way"),
+        ("MISALIGNED", "tma_load_2d: the box is not aligned to 1024 bytes"),
+        ("NOT_SHARED", "tma_load_2d: the box of 2048 bytes is not in shared memory"),
+        ("NO_BARRIER", r"tma_load_2d: the barrier at shared memory \+ 0x\w+ is not initialised"),
+        ("OVERWRITTEN", r"tma_store_2d: shared memory \+ 0x\w+ was changed before bulk_wait_read"),
+        ("NO_COMMIT", "returns after a tma_store_2d without bulk_commit and bulk_wait_read"),
+        ("NO_WAIT", "returns after a tma_store_2d without bulk_commit and bulk_wait_read"),
+    ],
+)
+def test_misused_copies_end_the_launch(case: str, message: str, order: int) -> None:
+    with pytest.raises(CusimError, match=message):
+        box_copies(case, order)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "box_rows", "message"),
+    [
+        (np.zeros(64, np.uint16), 8, r"of a matrix, not of shape \(64,\)"),
+        (np.zeros((0, 64), np.uint16), 8, r"of a matrix, not of shape \(0, 64\)"),
+        (np.zeros((8, 64), np.uint16), 0, "1 to 256 rows, not 0"),
+        (np.zeros((8, 64), np.uint16), 257, "1 to 256 rows, not 257"),
+        (np.zeros((8, 68), np.uint16), 8, "rows are of whole 16 bytes, not 68 of 2"),
+        (np.zeros(68, np.uint16)[4:].reshape(1, 64), 8, "does not lie at 16 bytes"),
+        (np.zeros((8, 128), np.uint16)[:, :64], 8, "not contiguous"),
+        ("x", 8, "not str"),
+    ],
+)
+def test_tensor_maps_that_a_driver_would_not_make(matrix: Any, box_rows: int, message: str) -> None:
+    with pytest.raises(CusimError, match=message):
+        launch("box_copies", TensorMap(matrix, box_rows), arch=90, defines={"BOX_ROWS": BOX_ROWS})
+
+
+@builds
+def test_a_tensor_map_is_no_pointer(sanitize: bool) -> None:
+    x = np.zeros((8, 64), np.uint16)
+    with pytest.raises(CusimError, match=r"the launch passes `2miii`, the kernel takes `mm4iii`"):
+        arguments = (x, TensorMap(x, 8), 0, 0, 0)
+        launch("box_copies", *arguments, arch=90, defines={"BOX_ROWS": BOX_ROWS}, sanitize=sanitize)
+
+
+def mbarriers(case: str, order: int = FORWARD, sanitize: bool = False) -> Array:
+    """What the second warp was handed in each phase, and then what each thread was told that asked once."""
+    out, gmem = np.full((NUM_PHASES + 2, 32), -1, np.int32), np.zeros(2, np.int64)
+    defines = {"NUM_PHASES": NUM_PHASES}
+    sm90("mbarriers", case, out, gmem, defines=defines, num_threads=64, order=order, sanitize=sanitize)
+    return out
+
+
+@orders
+@builds
+def test_phases_of_a_barrier(sanitize: bool, order: int) -> None:
+    want = np.arange(NUM_PHASES * 32).reshape(NUM_PHASES, 32)[:, ::-1]
+    assert np.array_equal(mbarriers("RIGHT", order, sanitize)[:-2], want)
+
+
+@orders
+def test_a_barrier_that_is_asked_once_says_no(order: int) -> None:
+    assert (mbarriers("ASKED_ONCE", order)[-2:] == 0).all()
+
+
+@orders
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "MISSING_ARRIVAL",
+            r"deadlock .*: thread \d+ and 31 more wait for parity 0 of .*, which lacks 32 of 32 arrivals and 0 bytes; "
+            r"thread \d+ and 31 more wait for parity 0 of .*, which lacks 1 of 32 arrivals and 0 bytes",
+        ),
+        (
+            "TOO_MANY_ARRIVALS",
+            r"mbarrier.arrive: all 1 arrivals of the phase have come at shared memory \+ 0x\w+, but not 16 bytes",
+        ),
+        ("NO_ARRIVALS", "mbarrier.init: 0 arrivals"),
+        ("NOT_SHARED", "mbarrier.init: the barrier is not in shared memory"),
+        ("MISALIGNED", "mbarrier.init: the barrier is not aligned to 8 bytes"),
+        ("NOT_INITIALISED", r"mbarrier.arrive: the barrier at shared memory \+ 0x\w+ is not initialised"),
+        ("INITIALISED_TWICE", r"mbarrier.init: the barrier at shared memory \+ 0x\w+ is in use"),
+        ("OVERWRITTEN", r"the barrier at shared memory \+ 0x\w+ was overwritten"),
+        ("NO_PARITY", "mbarrier.try_wait: parity 2"),
+    ],
+)
+def test_misused_mbarriers_end_the_launch(case: str, message: str, order: int) -> None:
+    with pytest.raises(CusimError, match=message):
+        mbarriers(case, order)
+
+
+def named_barriers(case: str, order: int, sanitize: bool = False) -> Array:
+    out = np.full(128, -1, np.int32)
+    sm90("named_barriers", case, out, num_threads=128, order=order, sanitize=sanitize)
+    return out
+
+
+@orders
+@builds
+def test_named_barriers(sanitize: bool, order: int) -> None:
+    assert np.array_equal(named_barriers("RIGHT", order, sanitize), np.arange(128) ^ 63)
+
+
+@orders
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("SYNCTHREADS", "bar.sync: barrier 0; there are 1 to 15, and 0 is __syncthreads'"),
+        ("TOO_MANY", "bar.sync: 160 threads, which is not a number of whole warps of the block"),
+        ("PART_OF_WARP", "bar.sync: 48 threads, which is not a number of whole warps of the block"),
+        ("TWO_NUMBERS", r"bar.sync: barrier 1 for \d+ threads, while others wait there for \d+"),
+        (
+            "MISSING_WARP",
+            r"deadlock in block \(0, 0, 0\): thread \d+ and 31 more wait at barrier 2 for 64 threads in all, at \S+:19",
+        ),
+        ("HALVES_OF_WARPS", r"bar.sync: barrier \d has \d+ lanes of warp \d"),
+    ],
+)
+def test_misused_named_barriers_end_the_launch(case: str, message: str, order: int) -> None:
+    with pytest.raises(CusimError, match=message):
+        named_barriers(case, order)
+
+
+def wgmma_products(
+    case: str, order: int, sanitize: bool = False, dtype: DType = DType.BF16, num_threads: int = 128
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The three products, and what they should be: exact in any order, as they are of small whole numbers."""
+    a, b, c = (narrowed(RNG.integers(-8, 8, shape), dtype) for shape in ((64, 64), (128, 64), (64, 128)))
+    outputs = tuple(poisoned(shape, DType.F32) for shape in ((64, 128), (64, 128), (64, 64)))
+    maps = (TensorMap(a, 64), TensorMap(b, 128), TensorMap(c, 64))
+    geometry = {"num_threads": num_threads, "smem_bytes": 40 << 10}
+    defines = {f"DTYPE_{dtype.name}": 1}
+    sm90("wgmma_products", case, *outputs, *maps, defines=defines, order=order, sanitize=sanitize, **geometry)
+    a, b, c = widened(a), widened(b), widened(c)
+    return outputs, (1 + a @ b.T, a @ c, a @ c[:, :64])
+
+
+@orders
+@builds
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16])
+def test_products_of_a_warpgroup(dtype: DType, sanitize: bool, order: int) -> None:
+    outputs, wants = wgmma_products("RIGHT", order, sanitize, dtype)
+    assert all(np.array_equal(out, want) for out, want in zip(outputs, wants, strict=True))
+
+
+@orders
+@pytest.mark.parametrize("case", ["NO_COMMIT", "NO_WAIT", "ONE_PENDING"])
+def test_products_that_are_not_waited_for_are_nan(case: str, order: int) -> None:
+    outputs, _ = wgmma_products(case, order)
+    assert np.isnan(outputs[0]).all()
+
+
+@orders
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("NO_FENCE", "wgmma: no wgmma_fence since the accumulator was last the thread's own"),
+        ("OPERAND_CHANGED", "wgmma: operand b was changed before wgmma_wait"),
+        ("ACCUMULATOR_CHANGED", "wgmma: an accumulator was written before wgmma_wait"),
+        ("OTHER_OPERAND", "wgmma: not the product, of the same operands, that other threads"),
+        ("OTHER_ACCUMULATOR", "wgmma: not the product, of the same operands, that other threads"),
+        ("MISSING_THREAD", "wgmma_wait: not all threads of the warpgroup have issued the same products and commits"),
+        ("OTHER_WAIT", r"wgmma_wait: \d groups may be pending, but \d for other threads of the warpgroup"),
+        (
+            "ABSENT_FROM_WAIT",
+            r"deadlock in block \(0, 0, 0\): thread \d+ and 126 more wait in wgmma_wait for all of warpgroup 0",
+        ),
+        (
+            "NO_SWIZZLE",
+            "wgmma: descriptor a has swizzle mode 0, stride 1024, base offset 0, which are to be 1, 1024, 0",
+        ),
+        ("BITS_LEFT", r"wgmma: descriptor a is 0x\w+, whose unused bits are not zero"),
+        ("PAST_ROW", "wgmma: descriptor a points to byte 112 of a swizzle's 1024; 32 bytes from there are not"),
+        ("SECOND_ROW", "wgmma: descriptor a points to byte 128 of a swizzle's 1024"),
+        ("MISALIGNED", r"smem_address: 0x\w+ is not aligned to 16 bytes"),
+        ("NOT_SHARED", "smem_address: not in shared memory"),
+        ("PAST_SHARED", r"wgmma: operand a at 0x\w+ is not in shared memory"),
+    ],
+)
+def test_misused_products_end_the_launch(case: str, message: str, order: int) -> None:
+    with pytest.raises(CusimError, match=message):
+        wgmma_products(case, order)
+
+
+def test_products_need_a_warpgroup() -> None:
+    with pytest.raises(CusimError, match="needs a warpgroup, 128 threads from a multiple of 128 on"):
+        wgmma_products("RIGHT", FORWARD, num_threads=96)
+
+
+def test_sm90_has_its_own_instructions() -> None:
+    with pytest.raises(CusimError, match=r"barrier_sync.* was not declared"):
+        launch("named_barriers", np.zeros(128, np.int32), 0, num_threads=128)

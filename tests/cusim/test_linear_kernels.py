@@ -1,6 +1,6 @@
-"""linear_simt and linear_mma on the CPU: against float64, in their order of sums, and row by row."""
+"""linear_simt, linear_mma and linear_wgmma on the CPU: against float64, in their order of sums, and row by row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -10,10 +10,9 @@ from gkd.dtype import DType
 from gkd.kernel import KernelPlan
 from gkd.ops.cast import Cast
 from gkd.ops.contract import Array
-from gkd.ops.linear import Activation, Linear, LinearKernel, _mma_tiling
+from gkd.ops.linear import Activation, Linear, LinearKernel, _mma_tiling, _wgmma_tiling
 from tests.cusim.harness import FORWARD, ORDERS, build_all, run
 
-ROWS = (1, 3, 17, 130)
 UNIT_ROUNDOFF = {DType.F32: 2.0**-24, DType.F16: 2.0**-11, DType.BF16: 2.0**-8}
 SMALLEST_NORMAL = {DType.F32: 2.0**-126, DType.F16: 2.0**-14, DType.BF16: 2.0**-126}
 
@@ -35,6 +34,10 @@ class Case:
     def plan(self) -> KernelPlan:
         return self.op.plan(self.dtype, self.arch)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (1, 3, 130, 300) if self.kernel == "wgmma" else (1, 3, 17, 130)
+
     def __str__(self) -> str:
         sizes = f"{self.in_features}-{self.out_features}"
         return f"{self.kernel}-{self.dtype.value}-{sizes}-{self.activation}-sm_{self.arch}"
@@ -50,6 +53,22 @@ CASES = (
     Case("mma", DType.F16, 80, 33, "gelu"),
     Case("mma", DType.BF16, 96, 130, "none"),
     Case("mma", DType.F16, 328, 136, "gelu"),  # every stage is used twice
+    Case("wgmma", DType.BF16, 32, 8, "none", arch=90),
+    Case("wgmma", DType.F16, 80, 136, "gelu", arch=90),
+    Case("wgmma", DType.BF16, 328, 264, "none", arch=90),  # of 300 rows a block has 4 or 5 tiles
+    Case("wgmma", DType.F16, 712, 136, "gelu", arch=90),  # one tile goes more than twice round the stages
+)
+WGMMA_CASES = tuple(case for case in CASES if case.kernel == "wgmma")
+
+
+def mma_of(case: Case) -> Case:
+    """Which has the same bits."""
+    return replace(case, kernel="mma", arch=80)
+
+
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+cases_and_rows = pytest.mark.parametrize(
+    ("case", "num_rows"), [pytest.param(case, rows, id=f"{case}-{rows}") for case in CASES for rows in case.rows]
 )
 
 
@@ -57,6 +76,7 @@ CASES = (
 def compiled() -> None:
     for arch in {case.arch for case in CASES}:
         build_all([case.plan.spec for case in CASES if case.arch == arch], arch=arch)
+    build_all([mma_of(case).plan.spec for case in WGMMA_CASES], sanitize=[False])
 
 
 def to_dtype(x: Array, dtype: DType) -> Array:
@@ -76,7 +96,7 @@ def operands(case: Case) -> tuple[Array, Array, Array]:
     """x of the most rows, weight, bias."""
     rng = np.random.default_rng(11)
     x, weight = (
-        rng.standard_normal((ROWS[-1], case.in_features)),
+        rng.standard_normal((case.rows[-1], case.in_features)),
         rng.standard_normal((case.out_features, case.in_features)),
     )
     return (
@@ -86,14 +106,22 @@ def operands(case: Case) -> tuple[Array, Array, Array]:
     )
 
 
-def launch(case: Case, x: Array, weight: Array, bias: Array, order: int = FORWARD, sanitize: bool = False) -> Array:
+def launch(
+    case: Case,
+    x: Array,
+    weight: Array,
+    bias: Array,
+    order: int = FORWARD,
+    sanitize: bool = False,
+    num_sms: int = 2,
+) -> Array:
     """The output, over memory in which an element left unwritten is a NaN; the rows after it stay as they were."""
     poisoned = np.full((len(x) + 2, case.out_features), -1, np.dtype(f"i{case.dtype.itemsize}")).view(
         case.dtype.storage
     )
     out = poisoned[: len(x)]
     case.op.check(out, x, weight, bias)
-    run(case.plan, out, x, weight, bias, order=order, sanitize=sanitize, arch=case.arch)
+    run(case.plan, out, x, weight, bias, order=order, sanitize=sanitize, arch=case.arch, num_sms=num_sms)
     assert (poisoned[len(x) :].view(np.uint8) == 0xFF).all(), "rows past the end were written"
     return out
 
@@ -113,8 +141,7 @@ def assert_exact_enough(case: Case, out: Array, x: Array, weight: Array, bias: A
     assert (error <= bound).all(), f"{np.where(np.isnan(error), np.inf, error / bound).max()} times the bound"
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@cases_and_rows
 def test_matches_float64_in_any_schedule(case: Case, num_rows: int) -> None:
     x, weight, bias = operands(case)
     x = x[:num_rows].copy()
@@ -123,8 +150,7 @@ def test_matches_float64_in_any_schedule(case: Case, num_rows: int) -> None:
     assert all(np.array_equal(out.view(np.uint8), outputs[0].view(np.uint8)) for out in outputs)
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@cases_and_rows
 def test_reads_and_writes_inside_its_arrays(case: Case, num_rows: int) -> None:
     x, weight, bias = operands(case)
     x = x[:num_rows].copy()
@@ -133,7 +159,7 @@ def test_reads_and_writes_inside_its_arrays(case: Case, num_rows: int) -> None:
     assert np.array_equal(out, launch(case, x, weight, bias))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@cases
 def test_a_row_has_its_bits_alone_and_in_any_company(case: Case) -> None:
     x, weight, bias = operands(case)
     together = launch(case, x, weight, bias)
@@ -147,7 +173,7 @@ def test_a_row_has_its_bits_alone_and_in_any_company(case: Case) -> None:
             assert np.array_equal(launch(case, company, weight, bias)[place], together[row])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@cases
 def test_a_column_has_its_bits_in_any_place(case: Case) -> None:
     x, weight, bias = operands(case)
     x = x[:17].copy()
@@ -157,11 +183,27 @@ def test_a_column_has_its_bits_in_any_place(case: Case) -> None:
 
 
 def test_the_shape_of_tiles_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[-1]
+    case = next(case for case in CASES if case.kernel == "mma" and case.in_features == 328)
     x, weight, bias = operands(case)
     expected = launch(case, x, weight, bias)
     monkeypatch.setattr("gkd.ops.linear._MMA", _mma_tiling(64, 128, num_stages=2))
     assert np.array_equal(launch(case, x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_number_of_stages_does_not_show(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in WGMMA_CASES if case.in_features == 328)
+    x, weight, bias = operands(case)
+    expected = launch(case, x, weight, bias)
+    monkeypatch.setattr("gkd.ops.linear._WGMMA", _wgmma_tiling(num_stages))
+    assert all(np.array_equal(launch(case, x, weight, bias, order), expected) for order in ORDERS)
+
+
+@pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
+def test_wgmma_has_the_bits_of_mma_on_any_number_of_blocks(case: Case) -> None:
+    x, weight, bias = operands(case)
+    expected = launch(mma_of(case), x, weight, bias)
+    assert all(np.array_equal(launch(case, x, weight, bias, num_sms=num_sms), expected) for num_sms in (1, 2, 3, 99))
 
 
 @pytest.mark.parametrize("in_features", [81, 500])

@@ -68,13 +68,15 @@ LINEARS = [(64, 48), (80, 240), (240, 500), (384, 1152), (1536, 384), (1024, 409
 @pytest.mark.parametrize("rows", [1, 2, 17, 130, 1000])
 @pytest.mark.parametrize(("in_features", "out_features"), LINEARS)
 @pytest.mark.parametrize("activation", ["none", "gelu"])
-@pytest.mark.parametrize("kernel", ["simt", "mma"])
+@pytest.mark.parametrize("kernel", ["simt", "mma", "wgmma"])
 def test_linear(
     backend: CudaBackend, rows: int, in_features: int, out_features: int, activation: Any, kernel: Any
 ) -> None:
     dtype = backend.dtype
-    if kernel == "mma" and (dtype is DType.F32 or backend.device.capability < 80):
-        pytest.skip("the tensor-core kernel is for 16-bit types, from sm_80 on")
+    if kernel != "simt":
+        need_tensor_cores(backend, kernel)
+    if kernel == "wgmma" and out_features % 8 != 0:
+        pytest.skip("rows of the results have to start at 16 bytes")
     x, weight = narrowed(normal(rows, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
     bias = normal(out_features)
     op = replace(Linear(in_features, out_features, activation), kernel=kernel)
@@ -84,6 +86,27 @@ def test_linear(
     # fp32 sums: a chain of 64 and then one of the chunks, or one chain with the tensor core's truncation.
     chain = 64 + in_features / 64 if kernel == "simt" else 2 * in_features
     assert_close(got, want, dtype, chain * UNIT[DType.F32] * size)
+
+
+def need_tensor_cores(backend: CudaBackend, kernel: str) -> None:
+    if backend.dtype is DType.F32:
+        pytest.skip("the tensor-core kernels are for 16-bit types")
+    if kernel == "wgmma" and backend.device.capability != 90:
+        pytest.skip("wgmma is an instruction of sm_90")
+
+
+@pytest.mark.parametrize("rows", [1, 130, 3000])
+@pytest.mark.parametrize(("in_features", "out_features"), [(80, 240), (1024, 4096), (4096, 1024)])
+def test_linear_wgmma_has_the_bits_of_mma(backend: CudaBackend, rows: int, in_features: int, out_features: int) -> None:
+    need_tensor_cores(backend, "wgmma")
+    dtype = backend.dtype
+    x, weight = narrowed(normal(rows, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
+    bias, out = normal(out_features), np.empty((rows, out_features), dtype.storage)
+    by_wgmma, by_mma = (
+        on_device(backend, Linear(in_features, out_features, "gelu", kernel), out, x, weight, bias)
+        for kernel in ("wgmma", "mma")
+    )
+    assert np.array_equal(by_wgmma, by_mma)
 
 
 def test_linear_rows_have_the_same_bits_in_any_company(backend: CudaBackend) -> None:
@@ -100,13 +123,25 @@ def test_linear_rows_have_the_same_bits_in_any_company(backend: CudaBackend) -> 
             assert np.array_equal(apart, together[first:last])
 
 
-ATTENTIONS = [(32, "auto"), (32, "plain"), (64, "auto"), (64, "simt"), (128, "auto"), (80, "plain"), (256, "plain")]
+ATTENTIONS = [
+    (32, "auto"),
+    (32, "plain"),
+    (64, "auto"),
+    (64, "simt"),
+    (64, "mma"),
+    (128, "auto"),
+    (128, "mma"),
+    (80, "plain"),
+    (256, "plain"),
+]
 
 
 @pytest.mark.parametrize(("head_dim", "kernel"), ATTENTIONS)
 @pytest.mark.parametrize("lengths", [[1], [2, 17, 64, 65, 130], [512, 3, 1000]])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_attention(backend: CudaBackend, head_dim: int, kernel: Any, lengths: list[int], scale: float) -> None:
+    if kernel == "mma":
+        need_tensor_cores(backend, kernel)
     dtype, num_heads, tokens = backend.dtype, 3, sum(lengths)
     qkv = narrowed(scale * normal(tokens, 3 * num_heads * head_dim), dtype)
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
@@ -139,6 +174,23 @@ def test_a_text_has_the_same_attention_bits_at_another_place(backend: CudaBacken
             length,
         )
         assert np.array_equal(alone, together[start:end])
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_a_text_that_is_not_finite_leaves_its_neighbours_alone(backend: CudaBackend, head_dim: int) -> None:
+    dtype, lengths = backend.dtype, [37, 20, 150, 9]
+    op, width = Attention(2, head_dim), 2 * head_dim
+    values, cu_seqlens = normal(sum(lengths), 3 * width), np.cumsum([0, *lengths]).astype(np.int32)
+    outputs = []
+    for broken in (0.0, np.inf, np.nan):
+        values[37:57] = broken
+        qkv = narrowed(values, dtype)
+        outputs.append(
+            on_device(backend, op, np.empty((len(qkv), width), dtype.storage), qkv, cu_seqlens, max(lengths))
+        )
+    for output in outputs:
+        assert np.array_equal(output[:37], outputs[0][:37]) and np.array_equal(output[57:], outputs[0][57:])
+        assert np.isfinite(widened(output[:37])).all()
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (7, 384), (333, 1024), (5, 80)])
