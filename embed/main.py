@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from embed.errors import EmbedError, ModelError, RequestError
 from embed.model import EM_BATCH_MAX, Embed
+from embed.models import POOL_MODES
 from gkd.errors import GkdError
-from gkd.ops.pool import POOL_MODES
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000

@@ -12,7 +12,9 @@ from embed.batch import batches, check_ids
 from embed.encoder import Encoder, Operators
 from embed.errors import ClosedError, ModelError, NonFiniteError, RequestError
 from embed.hub import resolve
+from embed.models import POOL_MODES, PoolMode
 from embed.pipeline import Pipeline, Pooling, read_pipeline
+from embed.precision import split_scales, takes_split
 from embed.tokenizer import Tokenizer
 from embed.weights import FILE_NAME, Checkpoint, load_weights, plan_weights
 from gkd import driver
@@ -20,7 +22,6 @@ from gkd.backend import Backend
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
 from gkd.errors import DeviceError
-from gkd.ops.pool import POOL_MODES, PoolMode
 
 EM_POOL_CLS: PoolMode = "cls"
 EM_POOL_MEAN: PoolMode = "mean"
@@ -268,6 +269,8 @@ class _Engine:
         # Changed by what the backend's `call` runs, one after another: a forward, an unload, a load.
         self._encoder: Encoder | None = None
         # A text is never split, so a forward must hold the longest.
+        if backend.dtype is DType.F32 and takes_split(pipeline.config, backend.arch):
+            backend.dtype = DType.SPLIT
         self._max_tokens = max(min(EM_ROWS_BUDGET, backend.rows_budget), pipeline.config.max_tokens)
 
     @property
@@ -362,9 +365,20 @@ class _Engine:
 
         try:
             self.backend.acquire()
-            self.backend.prepare(Operators(config).all())
+            self.backend.prepare(Operators(config, self.backend.dtype).all())
             weights = load_weights(self.backend, checkpoint, plan, advance)
-            self._encoder = Encoder(self.backend, config, weights, self._max_tokens, EM_BATCH_MAX)
+            scales = None
+            if self.backend.dtype is DType.SPLIT:
+                scales = split_scales(self.backend, config, weights)
+            if self.backend.dtype is DType.SPLIT and scales is None:
+                # Rare enough to load it twice; it stays so for every reload.
+                self.backend.release()
+                self.backend.dtype = DType.F32
+                self._load(progress)
+                return
+            encoder = Encoder(self.backend, config, weights, self._max_tokens, EM_BATCH_MAX, scales)
+            encoder.record(self.pooling.mode)
+            self._encoder = encoder
         except BaseException:
             self.backend.release()
             raise

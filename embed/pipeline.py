@@ -9,7 +9,7 @@ from typing import Any
 
 from embed.config import ModelConfig, read_config, read_json, read_json_object
 from embed.errors import ModelError
-from gkd.ops.pool import POOL_MODES, PoolMode
+from embed.models import POOL_MODES, PoolMode
 
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",

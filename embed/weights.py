@@ -48,6 +48,8 @@ class PlannedWeight:
     name: str
     shape: tuple[int, ...]
     sources: tuple[StoredTensor, ...]
+    multiplied: bool
+    """It is an operand of products: a matrix, and no table."""
 
 
 class Checkpoint:
@@ -172,7 +174,8 @@ def _plan_weight(
             known = ", ".join(_FLOAT_TYPES)
             raise WeightsError(f"{FILE_NAME}: tensor `{tensor_name}` is {tensor.dtype}, expected one of {known}")
         sources.append(tensor)
-    return PlannedWeight(name, (shape[0] * len(sources), *shape[1:]), tuple(sources))
+    multiplied = len(shape) > 1 and slot in config.family.layer
+    return PlannedWeight(name, (shape[0] * len(sources), *shape[1:]), tuple(sources), multiplied)
 
 
 def load_weights(
@@ -184,7 +187,9 @@ def load_weights(
     """
     weights: dict[str, Any] = {}
     for weight in plan:
-        target = backend.dtype if len(weight.shape) > 1 else backend.dtype.accumulator
+        target = backend.dtype.summand if len(weight.shape) > 1 else backend.dtype.accumulator
+        if weight.multiplied:
+            target = backend.dtype
         parts = [(_FLOAT_TYPES[source.dtype], checkpoint.view(source)) for source in weight.sources]
         weights[weight.name] = backend.weight(target, weight.shape, parts)
         advance(sum(source.end - source.start for source in weight.sources))

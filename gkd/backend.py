@@ -26,9 +26,12 @@ class Backend(Protocol):
     def device_name(self) -> str:
         """The device as its driver or operating system names it."""
 
+    dtype: DType
+    """The type of what is multiplied; it may be changed while nothing is loaded."""
+
     @property
-    def dtype(self) -> DType:
-        """The precision of matrices and activations."""
+    def arch(self) -> int:
+        """The device's compute capability, as 90 for 9.0; 0 for the CPU."""
 
     @property
     def rows_budget(self) -> int:
@@ -70,14 +73,20 @@ class Backend(Protocol):
     def finish_loading(self) -> None:
         """Waits until the weights have arrived and the prepared kernels are loaded; only then may the arrays go."""
 
-    def head(self, tensor: Any, shape: tuple[int, ...]) -> Any:
-        """A tensor of another shape at the beginning of a flat one's memory."""
+    def view(self, tensor: Any, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> Any:
+        """A tensor of another shape, or of another type of the same size, at an element of a flat one's memory."""
 
     def upload(self, tensor: Any, array: NDArray[Any]) -> Any:
         """The array on the device, at the head of `tensor`."""
 
     def download(self, out: NDArray[Any], tensor: Any) -> None:
         """Waits for everything queued and copies a tensor into a contiguous array."""
+
+    def record(self, queue: Callable[[], None]) -> Any:
+        """What `queue` runs, for `replay`; None where that is no gain. It is kept until `release`."""
+
+    def replay(self, recorded: Any) -> None:
+        """Queues what was recorded once more, on the same tensors."""
 
     def run(self, op: Operator, *tensors: Any) -> None:
         """Checks the tensors against the operator's contract, then computes or queues it."""

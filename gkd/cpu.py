@@ -1,5 +1,6 @@
 """The CPU backend: arrays in host memory, operators run by their NumPy references, in float32."""
 
+import math
 import platform
 import threading
 from collections.abc import Callable, Iterable
@@ -20,8 +21,9 @@ class CpuBackend:
     """Runs operators on host arrays. It compiles nothing, and host memory goes when nothing refers to it any more."""
 
     name = "cpu"
+    arch = 0
     kernel_count = 0
-    dtype = DType.F32
+    dtype: DType = DType.F32
     faulted = False
     # Tokens of one forward. Larger ones gain nothing on a CPU, whose products go by 256 rows, and cost memory.
     rows_budget = 2048
@@ -69,9 +71,10 @@ class CpuBackend:
             self.run(Cast(stored, target), whole[index * rows : (index + 1) * rows], array)
         return whole
 
-    def head(self, buffer: Array, shape: tuple[int, ...]) -> Array:
-        """An array of another shape at the beginning of a flat one's memory."""
-        return buffer[: np.prod(shape)].reshape(shape)
+    def view(self, buffer: Array, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> Array:
+        """An array of another shape, and of another type of the same size, at an element of a flat one's memory."""
+        part = buffer[start : start + math.prod(shape)].reshape(shape)
+        return part if dtype is None else part.view(dtype.storage)
 
     def upload(self, buffer: Array, array: NDArray[Any]) -> Array:
         """The array, which is where it has to be."""
@@ -80,6 +83,12 @@ class CpuBackend:
     def download(self, out: NDArray[Any], array: Array) -> None:
         """Copies an array."""
         out[...] = array
+
+    def record(self, queue: Callable[[], None]) -> None:
+        """A call costs nothing to speak of: there is no gain."""
+
+    def replay(self, recorded: None) -> None:
+        """Nothing was recorded."""
 
     def run(self, op: Operator, *tensors: Any) -> None:
         """Checks the tensors against the operator's contract, then computes its output."""

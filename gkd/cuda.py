@@ -20,6 +20,7 @@ from gkd.driver import check, cu
 from gkd.dtype import DType
 from gkd.env import read_env
 from gkd.errors import DriverError, OutOfMemory
+from gkd.graph import Graph
 from gkd.kernel import KernelPlan, KernelSpec
 from gkd.memory import Arena, Staging
 from gkd.module import Kernel
@@ -30,6 +31,9 @@ from gkd.tensor import Tensor
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+# Of split weights. They may be up to 63 then; all digits are kept of those above 2^-13, and the error below is 2^-35.
+WEIGHT_SCALE = 2.0**10
 
 
 class CudaBackend:
@@ -44,6 +48,7 @@ class CudaBackend:
     def __init__(self, device: Device, dtype: DType) -> None:
         self.device = device
         self.device_name = device.name
+        self.arch = device.capability
         self.dtype = dtype
         self.faulted = False
         self._thread = DeviceThread(f"cuda:{device.ordinal}")
@@ -109,6 +114,8 @@ class CudaBackend:
         """A tensor of host arrays, each with the type it is stored in, put one after another along axis 0."""
         held = self._open
         tensor = self.empty(shape, target)
+        if target is DType.SPLIT:
+            tensor = tensor.scaled(WEIGHT_SCALE)
         rows = shape[0] // len(parts)
         for index, (stored, array) in enumerate(parts):
             part = tensor.rows(index * rows, (index + 1) * rows)
@@ -122,13 +129,13 @@ class CudaBackend:
         """Waits for the copies of weights and for the prepared kernels, and gives the staging memory back."""
         self._open.finish_loading()
 
-    def head(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of another shape at the beginning of this one's memory."""
-        return tensor.head(shape)
+    def view(self, tensor: Tensor, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> Tensor:
+        """A tensor of another shape, or of another type of the same size, at an element of a flat one's memory."""
+        return tensor.view(shape, start, dtype)
 
     def upload(self, tensor: Tensor, array: NDArray[Any]) -> Tensor:
         """Queues a copy of an array to the head of `tensor`; the array may be changed once this returns."""
-        target = tensor.head(array.shape)
+        target = tensor.view(array.shape)
         stream = self._open.stream
         check("cuMemcpyHtoD", cu.cuMemcpyHtoDAsync(target.pointer, array.ctypes.data, array.nbytes, stream.handle))
         return target
@@ -138,6 +145,14 @@ class CudaBackend:
         stream = self._open.stream
         check("cuMemcpyDtoH", cu.cuMemcpyDtoHAsync(out.ctypes.data, tensor.pointer, out.nbytes, stream.handle))
         stream.synchronize()
+
+    def record(self, queue: Callable[[], None]) -> Graph:
+        """What `queue` runs, as one graph of launches, whose kernels have been loaded."""
+        return self._open.record(queue)
+
+    def replay(self, recorded: Graph) -> None:
+        """Queues a graph."""
+        recorded.replay(self._open.stream)
 
     def run(self, op: Operator, *tensors: Any) -> None:
         """Checks the tensors against the operator's contract, then queues its kernel."""
@@ -157,15 +172,17 @@ class _Held:
         environment = read_env()  # before anything is held: a bad value raises
         self._handle = check("cuDeviceGet", cu.cuDeviceGet(device.ordinal))
         self._arch = device.capability
-        self._num_sms = device.num_multiprocessors
+        self._device = device
         context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
         check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
         self._synchronous = environment.sync
+        self._recording = False  # a stream that is recorded cannot be waited for
         self._cache = CubinCache(environment.cache_dir, complete=environment.assert_cached)
         self._builds = ThreadPoolExecutor(1, thread_name_prefix="gkd-build")
         self._building: Future[list[Cubin]] | None = None
         self._prepared: list[KernelSpec] = []
         self._plans: dict[tuple[Operator, DType], KernelPlan] = {}
+        self._graphs: list[Graph] = []
         self.kernels: dict[KernelSpec, Kernel] = {}
         self.stream = Stream()
         self.arena = Arena()
@@ -173,28 +190,37 @@ class _Held:
 
     def prepare(self, ops: Iterable[Operator], dtype: DType) -> None:
         """Begins to build kernels, which `finish_loading` waits for."""
-        self._prepared = list(dict.fromkeys(self._plan(op, dtype).spec for op in ops))
+        self._prepared = list(dict.fromkeys(spec for op in ops for spec in self._plan(op, dtype).specs))
         self._building = self._builds.submit(self._build, self._prepared)
 
     def run(self, op: Operator, dtype: DType, tensors: tuple[Any, ...]) -> None:
-        plan = self._plan(op, dtype)
-        kernel = self.kernels.get(plan.spec)
+        launch = self._plan(op, dtype).launch(*tensors)
+        kernel = self.kernels.get(launch.spec)
         if kernel is None:
-            [cubin] = self._build([plan.spec])
-            kernel = self.kernels[plan.spec] = Kernel(plan.spec, cubin, self._num_sms)
-        launch = plan.launch(*tensors)
-        kernel.launch(self.stream, launch)
-        if self._synchronous:
+            [cubin] = self._build([launch.spec])
+            kernel = self.kernels[launch.spec] = Kernel(launch.spec, cubin, self._device)
+        # What is recorded is short: there the next launch's start counts. Long launches are slower for it.
+        kernel.launch(self.stream, launch, overlap=self._recording)
+        if self._synchronous and not self._recording:
             try:
                 self.stream.synchronize()
             except DriverError as error:
                 raise type(error)(f"{error}; kernel {kernel.describe(launch)}") from None
 
+    def record(self, queue: Callable[[], None]) -> Graph:
+        self._recording = True
+        try:
+            graph = Graph(self.stream, queue)
+        finally:
+            self._recording = False
+        self._graphs.append(graph)
+        return graph
+
     def finish_loading(self) -> None:
         if self._building is not None:
             cubins, self._building = self._building.result(), None
             self.kernels |= {
-                spec: Kernel(spec, cubin, self._num_sms) for spec, cubin in zip(self._prepared, cubins, strict=True)
+                spec: Kernel(spec, cubin, self._device) for spec, cubin in zip(self._prepared, cubins, strict=True)
             }
         self.stream.synchronize()
         self.staging.close()
@@ -208,6 +234,7 @@ class _Held:
         steps = [
             self.stream.synchronize,
             self.staging.close,
+            *(graph.close for graph in self._graphs),
             *(kernel.close for kernel in self.kernels.values()),
             self.arena.close,
             self.stream.close,

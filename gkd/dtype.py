@@ -14,6 +14,10 @@ class DType(Enum):
     F16 = "f16"
     BF16 = "bf16"
     I32 = "i32"
+    SPLIT = "split"
+    """A number as the sum of two f16 over a power of two, the scale of its tensor: 22 bits of it. A row of a tensor
+    holds all high parts, then all low ones. Tensor cores multiply such numbers about as exactly as fp32; only a device
+    computes with them. A device tensor knows its scale; the scale of an array is 1."""
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -30,6 +34,11 @@ class DType(Enum):
         """The type of sums, and of the vectors that are added to them: biases, gamma and beta."""
         return DType.F64 if self is DType.F64 else DType.F32
 
+    @property
+    def summand(self) -> "DType":
+        """The type of what is added to a sum before anything is multiplied by it: 16 bits where operands have them."""
+        return DType.F32 if self is DType.SPLIT else self
+
 
 _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.F64: np.dtype(np.float64),
@@ -37,6 +46,7 @@ _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.F16: np.dtype(np.float16),
     DType.BF16: np.dtype(np.uint16),
     DType.I32: np.dtype(np.int32),
+    DType.SPLIT: np.dtype(np.uint32),
 }
 _BY_STORAGE: dict[np.dtype[Any], DType] = {storage: dtype for dtype, storage in _STORAGE.items()}
 
@@ -45,3 +55,8 @@ def dtype_of(tensor: Any) -> DType | None:
     """The element type of a Tensor or of a NumPy array; None for an array that no operator takes."""
     dtype = tensor.dtype
     return dtype if isinstance(dtype, DType) else _BY_STORAGE.get(dtype)
+
+
+def scale_of(tensor: Any) -> float:
+    """By what the numbers of a split tensor are multiplied where they lie."""
+    return float(getattr(tensor, "scale", 1.0))

@@ -22,15 +22,17 @@ class TensorMap:
     """An argument by which the copy engine of sm_90 and later moves boxes of a matrix, swizzled over 128 bytes."""
 
     tensor: Any
-    """(rows, columns), contiguous, a row of a multiple of 16 bytes."""
+    """(rows, columns), contiguous, a row of a multiple of 16 bytes. A split one has the columns of its high parts, then
+    those of its low ones."""
     box_rows: int
     """Rows of a box, at most 256; its columns are 128 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: geometry and arguments."""
+    """One launch: kernel, geometry and arguments."""
 
+    spec: KernelSpec
     grid: tuple[int, int, int]
     """Blocks."""
     num_threads: int
@@ -47,7 +49,8 @@ class Launch:
 class KernelPlan:
     """How an operator runs on a device: what to compile at load, and how to launch it for the tensors of a call."""
 
-    spec: KernelSpec
+    specs: tuple[KernelSpec, ...]
+    """Every kernel that a launch may name."""
     launch: Callable[..., Launch]
 
 

@@ -12,6 +12,7 @@ from gkd.driver import check, cu
 from gkd.dtype import DType
 from gkd.kernel import ceil_div
 from gkd.ops.cast import Cast
+from gkd.ops.split import Split
 from gkd.stream import Event, Stream
 from gkd.tensor import Tensor
 
@@ -88,17 +89,19 @@ class Staging:
             self._send(pointer + start, source[start : start + PIECE_BYTES])
 
     def upload_cast(self, target: Tensor, stored: DType, array: NDArray[Any], run: Callable[..., None]) -> None:
-        """The same into another type: a piece goes to scratch memory, and `run` queues its Cast from there."""
+        """The same into another type: rows go to scratch memory, and `run` queues their Cast or Split from there."""
         if self._scratch is None:
             self._scratch = int(check("cuMemAlloc", cu.cuMemAlloc(PIECE_BYTES)))
-        elements, source = target.flat(), array.reshape(-1)
-        step = PIECE_BYTES // stored.itemsize
-        for start in range(0, source.size, step):
+        op = Split(stored) if target.dtype is DType.SPLIT else Cast(stored, target.dtype)
+        source = array.reshape(-1, array.shape[-1])
+        matrix = target.view(source.shape)
+        step = PIECE_BYTES // (source.shape[1] * stored.itemsize)
+        for start in range(0, len(source), step):
             piece = source[start : start + step]
-            self._send(self._scratch, piece.view(np.uint8))
-            # The stream's order keeps the scratch memory until the cast has read it.
+            self._send(self._scratch, piece.reshape(-1).view(np.uint8))
+            # The stream's order keeps the scratch memory until it has been read.
             staged = Tensor(self._scratch, piece.shape, stored)
-            run(Cast(stored, target.dtype), elements.rows(start, start + piece.size), staged)
+            run(op, matrix.rows(start, start + len(piece)), staged)
 
     def close(self) -> None:
         """Gives the staging memory back, once the stream has been waited for; the next upload takes it again."""

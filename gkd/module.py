@@ -1,10 +1,11 @@
 """A compiled kernel on the device, and its launch. Device thread only."""
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from gkd.compiler import Cubin
+from gkd.device import Device
 from gkd.driver import check, cu
 from gkd.dtype import DType
 from gkd.errors import DriverError
@@ -12,6 +13,7 @@ from gkd.kernel import KernelSpec, Launch, TensorMap
 from gkd.stream import Stream
 from gkd.tensor import Tensor
 
+_FIRST_OVERLAPPING = 90
 # What a block may have without asking.
 _DEFAULT_SMEM_BYTES = 48 << 10
 
@@ -19,36 +21,37 @@ _DEFAULT_SMEM_BYTES = 48 << 10
 class Kernel:
     """A loaded kernel. It dies with the context that it was loaded into."""
 
-    def __init__(self, spec: KernelSpec, cubin: Cubin, num_sms: int) -> None:
+    def __init__(self, spec: KernelSpec, cubin: Cubin, device: Device) -> None:
         self._spec = spec
-        self._num_sms = num_sms
+        self._num_sms = device.num_multiprocessors
+        self._overlaps = device.capability >= _FIRST_OVERLAPPING
         self._module = check("cuModuleLoadData", cu.cuModuleLoadData(cubin.code))
         self._function = check("cuModuleGetFunction", cu.cuModuleGetFunction(self._module, spec.name.encode()))
         self._smem_bytes = _DEFAULT_SMEM_BYTES
 
-    def launch(self, stream: Stream, launch: Launch) -> None:
-        """Queues one launch; the DriverError names kernel and geometry. A fault inside shows at a later wait."""
+    def launch(self, stream: Stream, launch: Launch, *, overlap: bool) -> None:
+        """Queues one launch; the DriverError names kernel and geometry. A fault inside shows at a later wait.
+
+        With `overlap`, which compute capabilities from 9.0 on know, it may start while the launch before it ends: every
+        kernel waits itself for what it needs (`grid_wait` in kernels/include/ptx.cuh).
+        """
         if launch.smem_bytes > self._smem_bytes:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, attribute, launch.smem_bytes))
             self._smem_bytes = launch.smem_bytes
-        grid_x, *grid_yz = launch.grid
+        grid_x, grid_y, grid_z = launch.grid
         if launch.persistent:
             grid_x = min(grid_x, self._num_sms)
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, grid_z
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.num_threads, 1, 1
+        config.sharedMemBytes = launch.smem_bytes
+        config.hStream = stream.handle
+        if overlap and self._overlaps:
+            config.attrs, config.numAttrs = [_overlap()], 1
         values, types = zip(*map(_argument, launch.arguments), strict=True)
         try:
-            check(
-                "cuLaunchKernel",
-                cu.cuLaunchKernel(
-                    self._function,
-                    *(grid_x, *grid_yz),
-                    *(launch.num_threads, 1, 1),
-                    launch.smem_bytes,
-                    stream.handle,
-                    (values, types),
-                    0,
-                ),
-            )
+            check("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, self._function, (values, types), 0))
         except DriverError as error:
             raise type(error)(f"{error}; kernel {self.describe(launch)}") from None
 
@@ -63,6 +66,14 @@ class Kernel:
     def close(self) -> None:
         """Unloads it."""
         check("cuModuleUnload", cu.cuModuleUnload(self._module))
+
+
+@cache
+def _overlap() -> Any:
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def _argument(value: Any) -> tuple[Any, Any]:
@@ -81,6 +92,8 @@ def _argument(value: Any) -> tuple[Any, Any]:
 @lru_cache(maxsize=4096)
 def _encode_tensor_map(pointer: int, num_rows: int, num_columns: int, dtype: DType, box_rows: int) -> Any:
     kinds = cu.CUtensorMapDataType
+    if dtype is DType.SPLIT:
+        dtype, num_columns = DType.F16, 2 * num_columns
     kind = {
         DType.F32: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         DType.F16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

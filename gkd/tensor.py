@@ -1,6 +1,6 @@
 """A tensor in device memory: an address, a shape and a type. It owns nothing; its arena or workspace does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from gkd.dtype import DType
@@ -14,25 +14,31 @@ class Tensor:
     """Device address."""
     shape: tuple[int, ...]
     dtype: DType
+    scale: float = 1.0
+    """By what the numbers of a split tensor are multiplied; a power of two."""
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def head(self, shape: tuple[int, ...]) -> "Tensor":
-        """A tensor of another shape at the beginning of this one's memory."""
-        if prod(shape) > prod(self.shape):
-            raise ValueError(f"a tensor of shape {shape} does not fit into one of shape {self.shape}")
-        return Tensor(self.pointer, shape, self.dtype)
+    def view(self, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> "Tensor":
+        """A tensor of another shape, and of another type of the same size, in this one's memory from an element on."""
+        if start < 0 or start + prod(shape) > prod(self.shape):
+            raise ValueError(f"a tensor of shape {shape} does not fit at element {start} of one of shape {self.shape}")
+        return replace(self, pointer=self.pointer + start * self.dtype.itemsize, shape=shape, dtype=dtype or self.dtype)
+
+    def scaled(self, scale: float) -> "Tensor":
+        """The same memory, for numbers of another scale."""
+        return replace(self, scale=scale)
 
     def flat(self) -> "Tensor":
         """The same elements along one axis."""
-        return Tensor(self.pointer, (prod(self.shape),), self.dtype)
+        return replace(self, shape=(prod(self.shape),))
 
     def rows(self, start: int, end: int) -> "Tensor":
         """Rows [start, end) along the first axis."""
         if not 0 <= start <= end <= self.shape[0]:
             raise ValueError(f"rows [{start}, {end}) of a tensor of shape {self.shape}")
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
-        return Tensor(self.pointer + start * row_bytes, (end - start, *self.shape[1:]), self.dtype)
+        return replace(self, pointer=self.pointer + start * row_bytes, shape=(end - start, *self.shape[1:]))

@@ -1,7 +1,8 @@
-// add_layer_norm: out = LayerNorm(x + residual) * gamma + beta
-// out, x, residual (num_rows, HIDDEN_SIZE) T; gamma, beta (HIDDEN_SIZE) f32; fp32 statistics in two passes
-// launch  grid = ceil(num_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
-// bound   memory: reads x and residual once, writes out once
+// add_layer_norm: residual = LayerNorm(x + residual) * gamma + beta, and out the same as an operand
+// out (max_rows, HIDDEN_SIZE) Operand, split by out_scale; x (max_rows, HIDDEN_SIZE) T; residual (max_rows, HIDDEN_SIZE), gamma, beta (HIDDEN_SIZE) f32; row_count (1) i32; fp32
+// statistics in two passes; where operands are float, out is residual
+// launch  grid = ceil(max_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
+// bound   memory: reads x and residual once, writes residual and out once
 // source  see gkd/ops/add_layer_norm.py
 #include "include/layer_norm.cuh"
 #include "include/types.cuh"
@@ -11,13 +12,17 @@
 #endif
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void add_layer_norm(
-    T* out, const T* x, const T* residual, const float* gamma, const float* beta, int num_rows, float eps) {
+    Operand* out, float* residual, const T* x, const float* gamma, const float* beta, const int* row_count, float eps,
+    float out_scale) {
+    grid_launch_next();
+    grid_wait();
     int row = blockIdx.x * (NUM_THREADS / 32) + threadIdx.x / 32;
-    if (row >= num_rows) return;  // a whole warp, so that no lane misses a shuffle
+    if (row >= *row_count) return;  // a whole warp, so that no lane misses a shuffle
     size_t offset = static_cast<size_t>(row) * HIDDEN_SIZE;
     LaneRow<HIDDEN_SIZE> sum;
     sum.load(x + offset);
     sum.add(residual + offset);
     sum.normalize(gamma, beta, eps);
-    sum.store(out + offset);
+    sum.store(residual + offset);
+    if constexpr (sizeof(Operand) != sizeof(float)) sum.store_operand_row(out, row, out_scale);
 }

@@ -1,8 +1,8 @@
 // attention_mma: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, on the tensor cores
 // out (num_tokens, NUM_HEADS * HEAD_DIM) T; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
-// keys, all values; cu_seqlens (num_texts + 1) i32; scale_log2 = log2(e) / sqrt(HEAD_DIM); T f16 or bf16, fp32 scores,
+// keys, all values; work (num_items, 3) i32; scale_log2 = log2(e) / sqrt(HEAD_DIM); T f16 or bf16, fp32 scores,
 // softmax and sums, weights rounded to T before the second product
-// launch  grid = (ceil(max_seqlen / BLOCK_Q), NUM_HEADS, num_texts), block = NUM_THREADS, smem = SMEM_BYTES; a warp holds
+// launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = SMEM_BYTES; a warp holds
 //         BLOCK_Q / (NUM_THREADS / 32) queries and walks the text's keys in blocks of BLOCK_K
 // bound   arithmetic: mma.sync, then in equal parts exponentials (one for every 4 * HEAD_DIM operations), the reads of
 //         shared memory and the issue of instructions, of which the blocks of a multiprocessor overlap what they can
@@ -174,12 +174,15 @@ __device__ __forceinline__ void weigh(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_mma(
-    T* out, const T* qkv, const int* cu_seqlens, float scale_log2) {
+    T* out, const T* qkv, const int* work, float scale_log2) {
+    grid_launch_next();
+    grid_wait();
     extern __shared__ uint4 smem[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-    int start = cu_seqlens[blockIdx.z], length = cu_seqlens[blockIdx.z + 1] - start;
-    int first_query = blockIdx.x * BLOCK_Q;
+    Item item(work);
+    int start = item.start, length = item.length;
+    int first_query = item.first_query;
     if (first_query >= length) return;  // the whole block
     // NOTE: from a shuffle the compiler knows that it is one value for the warp, and that a branch on it divides no warp.
     int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane_idx = threadIdx.x % 32;

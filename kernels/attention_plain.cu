@@ -1,12 +1,13 @@
 // attention_plain: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, for any HEAD_DIM up to 256
-// out (num_tokens, NUM_HEADS * HEAD_DIM) T; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
-// keys, all values; cu_seqlens (num_texts + 1) i32; scale = 1 / sqrt(HEAD_DIM); fp32 throughout, rounded to T once
-// launch  grid = (ceil(max_seqlen / BLOCK_Q), NUM_HEADS, num_texts), block = NUM_THREADS, smem = 0; one warp a query,
+// out (num_tokens, NUM_HEADS * HEAD_DIM) Operand, split by out_scale; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
+// keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM); fp32 throughout, rounded once
+// launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = 0; one warp a query,
 //         which walks the text's keys in blocks of BLOCK_K
 // bound   reads of the first-level cache and shuffles: for head widths that no model we know has, right rather than fast
 // source  see gkd/ops/attention.py
 #include "include/attention.cuh"
 #include "include/reduce.cuh"
+#include "include/split.cuh"
 
 #if !defined(BLOCK_Q) || !defined(BLOCK_K) || !defined(NUM_THREADS)
 #error "BLOCK_Q, BLOCK_K, NUM_THREADS: set by gkd.ops.attention"
@@ -27,9 +28,12 @@ __device__ __forceinline__ void load_row(float (&values)[LANE_DIMS], const T* ro
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void attention_plain(
-    T* out, const T* qkv, const int* cu_seqlens, float scale) {
-    int start = cu_seqlens[blockIdx.z], length = cu_seqlens[blockIdx.z + 1] - start;
-    int query_idx = blockIdx.x * BLOCK_Q + threadIdx.x / 32;
+    Operand* out, const T* qkv, const int* work, float scale, float out_scale) {
+    grid_launch_next();
+    grid_wait();
+    Item item(work);
+    int start = item.start, length = item.length;
+    int query_idx = item.first_query + threadIdx.x / 32;
     if (query_idx >= length) return;  // a whole warp, so that no lane misses a shuffle
     int lane_idx = threadIdx.x % 32;
     const T* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
@@ -66,10 +70,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void attention_plain(
     }
 
     float sum = warp_sum(running_sum);
-    T* out_row = out + static_cast<size_t>(start + query_idx) * HIDDEN_SIZE + blockIdx.y * HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < LANE_DIMS; ++i) {
         int dim = i * 32 + lane_idx;
-        if (dim < HEAD_DIM) out_row[dim] = from_float<T>(context[i] / sum);
+        float value[1] = {context[i] / sum};
+        size_t row = static_cast<size_t>(start + query_idx);
+        if (dim < HEAD_DIM) store_operand<HIDDEN_SIZE>(out, row, blockIdx.y * HEAD_DIM + dim, value, out_scale);
     }
 }

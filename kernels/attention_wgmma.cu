@@ -1,9 +1,9 @@
 // attention_wgmma: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, on the tensor cores of sm_90
 // out (num_tokens, NUM_HEADS * HEAD_DIM) T; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
-// keys, all values, by two tensor maps, of boxes of 64 and of BLOCK_K rows by 128 bytes; cu_seqlens (num_texts + 1) i32;
+// keys, all values, by two tensor maps, of boxes of 64 and of BLOCK_K rows by 128 bytes; work (num_items, 3) i32;
 // scale_log2 = log2(e) / sqrt(HEAD_DIM); T f16 or bf16, fp32 scores, softmax and sums, weights rounded to T before the
 // second product
-// launch  grid = (ceil(max_seqlen / BLOCK_Q), NUM_HEADS, num_texts), block = NUM_THREADS, smem = SMEM_BYTES; a warpgroup
+// launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = SMEM_BYTES; a warpgroup
 //         holds 64 queries and walks the text's keys in blocks of BLOCK_K; one more copies
 // bound   arithmetic, and in equal parts exponentials, at a head width of 64 one for every 256 operations: each
 //         warpgroup's overlap the others' products
@@ -15,8 +15,9 @@
 #include "include/vector.cuh"
 #include "include/wgmma.cuh"
 
-#if !defined(BLOCK_Q) || !defined(BLOCK_K) || !defined(NUM_STAGES) || !defined(NUM_THREADS) || !defined(SMEM_BYTES)
-#error "BLOCK_Q, BLOCK_K, NUM_STAGES, NUM_THREADS, SMEM_BYTES: set by gkd.ops.attention"
+#if !defined(BLOCK_Q) || !defined(BLOCK_K) || !defined(NUM_STAGES) || !defined(NUM_THREADS) || !defined(MIN_BLOCKS) || \
+    !defined(SMEM_BYTES)
+#error "BLOCK_Q, BLOCK_K, NUM_STAGES, NUM_THREADS, MIN_BLOCKS, SMEM_BYTES: set by gkd.ops.attention"
 #endif
 
 constexpr int ROWS = 64;  // of a warpgroup
@@ -26,7 +27,9 @@ constexpr int NUM_BOXES = HEAD_DIM / BOX;
 constexpr int STEP_K = 16;  // depth of a product
 constexpr int KEY_TILES = BLOCK_K / 8, DIM_TILES = HEAD_DIM / 8;
 // What a thread may have: 65,536 registers shared out, most to those that compute.
-constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : NUM_CONSUMERS == 2 ? 232 : 208;
+constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
+static_assert((NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS) * 128 * MIN_BLOCKS <= 65536);
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128);
 static_assert(BLOCK_K == 128, "the columns of one product");
 static_assert(NUM_THREADS == (NUM_CONSUMERS + 1) * 128);
@@ -212,17 +215,18 @@ __device__ __forceinline__ void attend(
     wgmma_wait<0>();
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attention_wgmma(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_wgmma(
     T* out,
     const __grid_constant__ TensorMap query_map,
     const __grid_constant__ TensorMap key_map,
-    const int* cu_seqlens,
+    const int* work,
     float scale_log2) {
     extern __shared__ __align__(1024) unsigned char smem[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-    int start = cu_seqlens[blockIdx.z], length = cu_seqlens[blockIdx.z + 1] - start;
-    int first_query = blockIdx.x * BLOCK_Q;
+    Item item(work);
+    int start = item.start, length = item.length;
+    int first_query = item.first_query;
     if (first_query >= length) return;  // the whole block
 
     if (threadIdx.x == 0) {
@@ -238,6 +242,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attention_wgmma(
         }
         fence_mbarrier_init();
     }
+    grid_launch_next();
+    grid_wait();
     __syncthreads();
 
     int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane_idx = threadIdx.x % 32;

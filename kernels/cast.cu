@@ -21,6 +21,8 @@ using Target = bf16;
 #endif
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void cast(Target* out, const Source* x, int num_elements) {
+    grid_launch_next();
+    grid_wait();
     int first = blockIdx.x * (NUM_THREADS * ELEMENTS_PER_THREAD) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < ELEMENTS_PER_THREAD; ++i) {

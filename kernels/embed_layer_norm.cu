@@ -1,8 +1,10 @@
-// embed_layer_norm: out = LayerNorm(word[input_ids] + token_type[0] + position[position_ids]) * gamma + beta
-// out (num_rows, HIDDEN_SIZE) T; input_ids, position_ids (num_rows) i32 in range; word, position, token_type
-// (any, HIDDEN_SIZE) T; gamma, beta (HIDDEN_SIZE) f32; fp32 statistics in two passes
-// launch  grid = ceil(num_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
-// bound   memory: reads three rows, writes one
+// embed_layer_norm: residual = LayerNorm(word[input_ids] + token_type[0] + position[position_ids]) * gamma + beta, and out the
+// same as an operand
+// out (max_rows, HIDDEN_SIZE) Operand, split by out_scale; residual (max_rows, HIDDEN_SIZE) f32; input_ids, position_ids (max_rows) i32 in range; word, position, token_type
+// (any, HIDDEN_SIZE) T; gamma, beta (HIDDEN_SIZE) f32; row_count (1) i32; fp32 statistics in two passes; where
+// operands are float, out is residual
+// launch  grid = ceil(max_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
+// bound   memory: reads three rows, writes two
 // source  see gkd/ops/embed_layer_norm.py
 #include "include/layer_norm.cuh"
 #include "include/types.cuh"
@@ -12,7 +14,8 @@
 #endif
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
-    T* out,
+    Operand* out,
+    float* residual,
     const int* input_ids,
     const int* position_ids,
     const T* word,
@@ -20,14 +23,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
     const T* token_type,
     const float* gamma,
     const float* beta,
-    int num_rows,
-    float eps) {
+    const int* row_count,
+    float eps,
+    float out_scale) {
+    grid_launch_next();
+    grid_wait();
     int row = blockIdx.x * (NUM_THREADS / 32) + threadIdx.x / 32;
-    if (row >= num_rows) return;  // a whole warp, so that no lane misses a shuffle
+    if (row >= *row_count) return;  // a whole warp, so that no lane misses a shuffle
     LaneRow<HIDDEN_SIZE> sum;
     sum.load(word + static_cast<size_t>(input_ids[row]) * HIDDEN_SIZE);
     sum.add(token_type);
     sum.add(position + static_cast<size_t>(position_ids[row]) * HIDDEN_SIZE);
     sum.normalize(gamma, beta, eps);
-    sum.store(out + static_cast<size_t>(row) * HIDDEN_SIZE);
+    size_t offset = static_cast<size_t>(row) * HIDDEN_SIZE;
+    sum.store(residual + offset);
+    if constexpr (sizeof(Operand) != sizeof(float)) sum.store_operand_row(out, row, out_scale);
 }

@@ -3,6 +3,7 @@
 // launch  grid = ceil(num_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
 // bound   memory: reads x twice, the second time from the cache
 // source  see gkd/ops/l2_normalize.py
+#include "include/ptx.cuh"
 #include "include/reduce.cuh"
 
 #if !defined(HIDDEN_SIZE) || !defined(NUM_THREADS)
@@ -11,6 +12,8 @@
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void l2_normalize(
     float* out, const float* x, int num_rows, float eps) {
+    grid_launch_next();
+    grid_wait();
     int row = blockIdx.x * (NUM_THREADS / 32) + threadIdx.x / 32;
     if (row >= num_rows) return;  // a whole warp, so that no lane misses a shuffle
     int lane_idx = threadIdx.x % 32;

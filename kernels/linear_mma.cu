@@ -1,7 +1,7 @@
 // linear_mma: out = activation(x @ weight^T + bias) on the tensor cores, for 16-bit T on sm_80 and later
-// out (num_rows, OUT_FEATURES), x (num_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T, all at 16 bytes;
-// bias (OUT_FEATURES) f32; fp32 accumulators, rounded once
-// launch  grid = ceil(num_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS,
+// out (max_rows, OUT_FEATURES), x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T, all at 16 bytes;
+// bias (OUT_FEATURES) f32; row_count (1) i32; fp32 accumulators, rounded once
+// launch  grid = ceil(max_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS,
 //         smem = NUM_STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2
 // bound   arithmetic for many rows; the reading of the weights for few
 // order   a result is one ascending chain of m16n8k16 products over K from 0. It depends on the row, the weights and
@@ -13,8 +13,8 @@
 #include "include/vector.cuh"
 
 #if !defined(IN_FEATURES) || !defined(OUT_FEATURES) || !defined(GELU) || !defined(BLOCK_M) || !defined(BLOCK_N) || \
-    !defined(BLOCK_K) || !defined(NUM_STAGES) || !defined(NUM_THREADS)
-#error "IN_FEATURES, OUT_FEATURES, GELU, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_THREADS: set by gkd.ops.linear"
+    !defined(WARP_M) || !defined(WARP_N) || !defined(BLOCK_K) || !defined(NUM_STAGES) || !defined(NUM_THREADS)
+#error "IN_FEATURES, OUT_FEATURES, GELU, BLOCK_M/N/K, WARP_M/N, NUM_STAGES, NUM_THREADS: set by gkd.ops.linear"
 #endif
 
 constexpr int VECTOR = 8;   // elements of 16 bytes, which is what cp.async copies and a row of ldmatrix has
@@ -22,24 +22,26 @@ constexpr int STEP_K = 16;  // depth of one tensor-core product
 constexpr int NUM_STEPS = BLOCK_K / STEP_K;
 constexpr int NUM_TILES = (IN_FEATURES + BLOCK_K - 1) / BLOCK_K;
 
-// NOTE: 64 x 64 outputs a warp. Shared memory gives 128 bytes a cycle, and a step reads (64 + 64) * 16 * 2 bytes for 32
-// products: with smaller warp tiles the reads, not the products, would be the bound.
-constexpr int WARP_M = 64, WARP_N = 64;
+// NOTE: for many rows, 64 x 64 outputs a warp. Shared memory gives 128 bytes a cycle, and a step reads (64 + 64) * 16 * 2 bytes
+// for 32 products: with smaller warp tiles the reads, not the products, would be the bound. For few rows it is the weights'
+// way from memory, and small tiles put more multiprocessors to it.
 constexpr int WARPS_M = BLOCK_M / WARP_M;
+constexpr int NUM_WARPS = WARPS_M * (BLOCK_N / WARP_N);  // that multiply; any others only help to copy
 constexpr int TILES_M = WARP_M / 16, TILES_N = WARP_N / 8;  // products of a warp in a step
 
 static_assert(sizeof(T) == 2, "f16 or bf16");
 static_assert(IN_FEATURES % VECTOR == 0, "a row of x and of the weights starts at 16 bytes");
 static_assert(BLOCK_K == 64, "a row of a stage is 128 bytes: see swizzle");
 static_assert(BLOCK_M % WARP_M == 0 && BLOCK_N % WARP_N == 0, "whole warps");
-static_assert(NUM_THREADS / 32 == WARPS_M * (BLOCK_N / WARP_N), "a warp for each part of the tile");
+static_assert(TILES_N % 2 == 0 && WARP_N <= BLOCK_K, "weights are read, and results stored, in pairs of 8 columns");
+static_assert(NUM_THREADS / 32 >= NUM_WARPS, "a warp for each part of the tile");
 static_assert(NUM_STAGES >= 2, "one stage is filled while another is read");
 
 struct Stage {
     T x[BLOCK_M * BLOCK_K];
     T weight[BLOCK_N * BLOCK_K];
 };
-static_assert(NUM_STAGES * sizeof(Stage) >= BLOCK_M * BLOCK_N * sizeof(T), "results are staged where the tiles were");
+static_assert(NUM_STAGES * sizeof(Stage) >= NUM_WARPS * WARP_M * BLOCK_K * sizeof(T), "results go where the tiles were");
 
 // Where 8 elements of a tile with rows of 64 lie.
 // NOTE: a row fills all 32 banks, so that equal vectors of 8 rows, which ldmatrix reads at once, would lie in the same
@@ -113,8 +115,8 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES_M][TILES_N][4], con
     }
 }
 
-// Activation and rounding, then rows of 64 results (128 bytes) by way of a warp's part of shared memory: of a product
-// 4 lanes hold 8 neighbouring columns, 16 bytes, which alone would fill half a sector of global memory.
+// Activation and rounding, then rows of WARP_N results by way of a warp's part of shared memory, where they lie as in a stage:
+// of a product 4 lanes hold 8 neighbouring columns, 16 bytes, which alone would fill half a sector of global memory.
 __device__ __forceinline__ void store_results(
     T* out, const float (&sums)[TILES_M][TILES_N][4], const float* bias, int num_rows, int first_row, int first_column,
     T* smem_results) {
@@ -142,11 +144,12 @@ __device__ __forceinline__ void store_results(
         }
     }
     __syncwarp();  // the warp's 32 lanes: each reads what others wrote
-    int vector_idx = lane_idx % (WARP_N / VECTOR);
+    constexpr int ROW_VECTORS = WARP_N / VECTOR;
+    int vector_idx = lane_idx % ROW_VECTORS;
     int column = first_column + vector_idx * VECTOR;
 #pragma unroll
-    for (int i = 0; i < WARP_M / 4; ++i) {
-        int row = i * 4 + lane_idx / (WARP_N / VECTOR);
+    for (int i = 0; i < WARP_M * ROW_VECTORS / 32; ++i) {
+        int row = (i * 32 + lane_idx) / ROW_VECTORS;
         if (first_row + row >= num_rows) break;
         Vector<T, VECTOR> vector = load_vector<VECTOR>(swizzle(smem_results, row, vector_idx));
         T* destination = out + static_cast<size_t>(first_row + row) * OUT_FEATURES + column;
@@ -162,15 +165,18 @@ __device__ __forceinline__ void store_results(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_mma(
-    T* out, const T* x, const T* weight, const float* bias, int num_rows) {
+    T* out, const T* x, const T* weight, const float* bias, const int* row_count) {
     extern __shared__ Stage smem_stages[];
 
     constexpr int NUM_COLUMN_BLOCKS = (OUT_FEATURES + BLOCK_N - 1) / BLOCK_N;
     int block_row = blockIdx.x / NUM_COLUMN_BLOCKS * BLOCK_M;
     int block_column = blockIdx.x % NUM_COLUMN_BLOCKS * BLOCK_N;
+    int num_rows = *row_count;
+    if (block_row >= num_rows) return;  // the whole block
     int warp_idx = threadIdx.x / 32;
     int warp_row = warp_idx % WARPS_M * WARP_M;
     int warp_column = warp_idx / WARPS_M * WARP_N;
+    bool multiplies = NUM_THREADS / 32 == NUM_WARPS || warp_idx < NUM_WARPS;
 
     TileCopy<BLOCK_M> copy_x(x, block_row, num_rows);
     TileCopy<BLOCK_N> copy_weight(weight, block_column, OUT_FEATURES);
@@ -183,13 +189,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_mma(
         }
         cp_async_commit();
     };
-    for (int tile = 0; tile < NUM_STAGES - 1; ++tile) load_stage(tile);
+    // The first weights are on their way before the kernel that computes x has ended.
+    grid_launch_next();
+    for (int tile = 0; tile < min(NUM_STAGES - 1, NUM_TILES); ++tile) {
+        copy_weight.start(smem_stages[tile].weight, tile * BLOCK_K);
+    }
+    grid_wait();
+    for (int tile = 0; tile < NUM_STAGES - 1; ++tile) {
+        if (tile < NUM_TILES) copy_x.start(smem_stages[tile].x, tile * BLOCK_K);
+        cp_async_commit();
+    }
     cp_async_wait<NUM_STAGES - 2>();
     __syncthreads();  // all threads: the first tile has come, each thread having waited for its own copies
 
     // Two sets of operands: a step's are read from shared memory while the products of the step before are under way.
     Fragments fragments[2];
-    fragments[0].load(smem_stages[0], warp_row, warp_column, 0);
+    if (multiplies) fragments[0].load(smem_stages[0], warp_row, warp_column, 0);
     float sums[TILES_M][TILES_N][4] = {};
     for (int tile = 0; tile < NUM_TILES; ++tile) {
 #pragma unroll
@@ -199,17 +214,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_mma(
                 cp_async_wait<NUM_STAGES - 2>();
                 __syncthreads();  // all threads, once a tile: the next tile has come, and this one has been read
             }
-            if (!tile_ends || tile + 1 < NUM_TILES) {
+            if (multiplies && (!tile_ends || tile + 1 < NUM_TILES)) {
                 Stage& stage = smem_stages[(tile + tile_ends) % NUM_STAGES];
                 fragments[(step + 1) % 2].load(stage, warp_row, warp_column, (step + 1) % NUM_STEPS);
             }
             // Into the stage of the tile before, which all have read since the barrier.
             if (step == 0) load_stage(tile + NUM_STAGES - 1);
-            multiply(sums, fragments[step % 2]);
+            if (multiplies) multiply(sums, fragments[step % 2]);
         }
     }
 
+    if (!multiplies) return;
     // The barrier of the last tile freed the stages: every operand is in registers, and no copy is under way.
-    T* smem_results = reinterpret_cast<T*>(smem_stages) + warp_idx * (WARP_M * WARP_N);
+    T* smem_results = reinterpret_cast<T*>(smem_stages) + warp_idx * (WARP_M * BLOCK_K);
     store_results(out, sums, bias, num_rows, block_row + warp_row, block_column + warp_column, smem_results);
 }

@@ -1,7 +1,7 @@
 // linear_simt: out = activation(x @ weight^T + bias) with fp32 multiply-adds, for any T
-// out (num_rows, OUT_FEATURES), x (num_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T, all at 16 bytes;
-// bias (OUT_FEATURES) f32; fp32 sums, rounded once
-// launch  grid = ceil(num_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS, smem = 0
+// out (max_rows, OUT_FEATURES), x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T, all at 16 bytes;
+// bias (OUT_FEATURES) f32; row_count (1) i32; fp32 sums, rounded once
+// launch  grid = ceil(max_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS, smem = 0
 // bound   arithmetic: 8 x 8 outputs a thread, so that 16 shared loads of 16 bytes feed 256 multiply-adds
 // order   K is cut into chunks of CHUNK_K; a chunk is one ascending chain of multiply-adds from 0, and chunks are added
 //         in fp32, ascending. A result depends on the row, the weights and nothing else: no thread shares its sums.
@@ -76,13 +76,17 @@ struct TileShare {
 };
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_simt(
-    T* out, const T* x, const T* weight, const float* bias, int num_rows) {
+    T* out, const T* x, const T* weight, const float* bias, const int* row_count) {
+    grid_launch_next();
+    grid_wait();
     __shared__ __align__(16) float smem_x[2][BLOCK_M][SMEM_STRIDE];
     __shared__ __align__(16) float smem_weight[2][BLOCK_N][SMEM_STRIDE];
 
     constexpr int NUM_COLUMN_BLOCKS = (OUT_FEATURES + BLOCK_N - 1) / BLOCK_N;
     int block_row = blockIdx.x / NUM_COLUMN_BLOCKS * BLOCK_M;
     int block_column = blockIdx.x % NUM_COLUMN_BLOCKS * BLOCK_N;
+    int num_rows = *row_count;
+    if (block_row >= num_rows) return;  // the whole block
 
     // NOTE: a warp's 4 x 8 lanes are numbered so that lanes that differ in bit 0 share their columns, and lanes that
     // differ in bit 1 their rows. A 16-byte shared load takes two passes instead of four where either pair is equal.

@@ -1,6 +1,7 @@
 // linear_wgmma: out = activation(x @ weight^T + bias) on the tensor cores of sm_90, for 16-bit T
-// out (num_rows, OUT_FEATURES), x (num_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T by their tensor maps,
-// boxes of BLOCK_M, BLOCK_M and BLOCK_N rows by 128 bytes; bias (OUT_FEATURES) f32; fp32 accumulators, rounded once
+// out (max_rows, OUT_FEATURES), x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T by their tensor maps,
+// boxes of BLOCK_M, BLOCK_M and BLOCK_N rows by 128 bytes; bias (OUT_FEATURES) f32; row_count (1) i32; fp32 accumulators,
+// rounded once; of out, whole tiles of rows are written
 // launch  grid = at most one block for each tile of BLOCK_M x BLOCK_N results, tiles of a row first; block = NUM_THREADS,
 //         smem = SMEM_BYTES
 // bound   arithmetic
@@ -135,7 +136,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void linear_wgmma(
     const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap weight_map,
     const float* bias,
-    int num_rows) {
+    const int* row_count) {
     extern __shared__ __align__(1024) unsigned char smem[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
@@ -147,9 +148,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void linear_wgmma(
         for (int consumer = 0; consumer < NUM_CONSUMERS; ++consumer) mbarrier_init(&shared.turn[consumer], NUM_ARRIVALS);
         fence_mbarrier_init();
     }
+    grid_launch_next();
+    grid_wait();
     __syncthreads();
 
-    int num_tiles = (num_rows + BLOCK_M - 1) / BLOCK_M * NUM_TILES_N;
+    int num_tiles = (*row_count + BLOCK_M - 1) / BLOCK_M * NUM_TILES_N;
     int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (warpgroup_idx == NUM_CONSUMERS) {
         setmaxnreg_dec<40>();

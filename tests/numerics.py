@@ -10,15 +10,21 @@ from gkd.ops import Cast
 
 Array = NDArray[Any]
 
-UNIT = {DType.F32: 2.0**-24, DType.F16: 2.0**-11, DType.BF16: 2.0**-8}
+UNIT = {DType.F32: 2.0**-24, DType.F16: 2.0**-11, DType.BF16: 2.0**-8, DType.SPLIT: 2.0**-22}
 """Of rounding: half of the gap between neighbours, relative to the value."""
 
-_SMALLEST_NORMAL = {DType.F32: 2.0**-126, DType.F16: 2.0**-14, DType.BF16: 2.0**-126}
+SMALLEST_NORMAL = {DType.F32: 2.0**-126, DType.F16: 2.0**-14, DType.BF16: 2.0**-126, DType.SPLIT: 2.0**-3}
+"""Below it the error is no longer relative. A split number ends with the smallest f16, 2^-24."""
 
 
 def narrowed(values: Array, dtype: DType) -> Array:
     """float32 values rounded to a type, in its storage."""
     values = np.ascontiguousarray(values, np.float32)
+    if dtype is DType.SPLIT:
+        with np.errstate(over="ignore", invalid="ignore"):  # infinity, and what is left of it
+            high = values.astype(np.float16)
+            low = (values - high.astype(np.float32)).astype(np.float16)
+        return np.concatenate([high, low], axis=-1).view(np.uint32)
     out = np.empty(values.shape, dtype.storage)
     Cast(DType.F32, dtype).reference(out, values)
     return out
@@ -31,6 +37,10 @@ def widened(array: Array) -> Array:
         wide = np.empty(array.shape, np.float32)
         Cast(DType.BF16, DType.F32).reference(wide, array)
         return wide.astype(np.float64)
+    if dtype is DType.SPLIT:
+        with np.errstate(invalid="ignore"):  # infinity and its like of the other sign
+            high, low = np.split(array.view(np.float16).astype(np.float64), 2, axis=-1)
+            return np.asarray(high + low)
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         return array if dtype is DType.I32 else array.astype(np.float64)
 
@@ -46,7 +56,7 @@ def assert_close(got: Array, want: Array, bound: Array | float) -> None:
     assert dtype is not None
     assert got.shape == want.shape
     error = np.abs(widened(got) - want)
-    tolerance = bound + UNIT[dtype] * np.maximum(np.abs(want) + bound, _SMALLEST_NORMAL[dtype])
+    tolerance = bound + UNIT[dtype] * np.maximum(np.abs(want) + bound, SMALLEST_NORMAL[dtype])
     ok = error <= tolerance
     if not ok.all():
         worst = np.unravel_index(np.argmax(np.where(ok, 0, np.nan_to_num(error / tolerance, nan=np.inf))), ok.shape)

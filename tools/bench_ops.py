@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,16 +25,19 @@ from gkd.device import choose_device
 from gkd.dtype import DType
 from gkd.graph import Graph
 from gkd.ops import Attention, Linear
+from gkd.ops.attention import attention_work
 from gkd.tensor import Tensor
 from tools.bench_embed import WORKLOADS
 from tools.compile_all import GEOMETRIES
 
-# The highest rates measured on an H200: cuBLAS at 8192^3 and a copy; fp32 without tensor cores for f32.
-PEAK_FLOPS = {DType.F32: 50e12, DType.F16: 790e12, DType.BF16: 790e12}
+# The highest rates measured on an H200: cuBLAS at 8192^3 and a copy; fp32 without tensor cores for f32, three
+# products for one where operands are split.
+PEAK_FLOPS = {DType.SPLIT: 790e12 / 3, DType.F32: 50e12, DType.F16: 790e12, DType.BF16: 790e12}
 BANDWIDTH = 4.24e12
 
-TORCH = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
-NUM_WEIGHTS = 8
+TORCH = {DType.SPLIT: torch.float32, DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
+# More than fit into the cache.
+NUM_WEIGHTS = 32
 ROUNDS = 7
 
 
@@ -59,16 +63,25 @@ class Bench:
     """Tensors of one workload and precision, ours and torch's at the same addresses."""
 
     def __init__(self, backend: CudaBackend, config: ModelConfig, lengths: list[int]) -> None:
-        self._backend, self._lengths, self._ops = backend, lengths, Operators(config)
+        self._backend, self._lengths, self._ops = backend, lengths, Operators(config, backend.dtype)
         self._keep: list[torch.Tensor] = []
         tokens = sum(lengths)
+        self._num_tokens = self.integers([tokens])
         self.rows = list(self._measured(config, tokens))
 
     def tensor(self, *shape: int, dtype: DType | None = None) -> tuple[Tensor, torch.Tensor]:
         dtype = dtype or self._backend.dtype
         theirs = torch.randn(shape, device="cuda", dtype=torch.float32).to(TORCH[dtype])
-        self._keep.append(theirs)
-        return Tensor(theirs.data_ptr(), shape, dtype), theirs
+        ours = theirs
+        if dtype is DType.SPLIT:
+            ours = torch.cat([theirs.half(), (theirs - theirs.half()).half()], dim=-1)
+        self._keep += [theirs, ours]
+        return Tensor(ours.data_ptr(), shape, dtype), theirs
+
+    def integers(self, values: Any) -> Tensor:
+        array = torch.tensor(np.asarray(values), dtype=torch.int32, device="cuda")
+        self._keep.append(array)
+        return Tensor(array.data_ptr(), tuple(array.shape), DType.I32)
 
     def _measured(self, config: ModelConfig, tokens: int) -> list[Measured]:
         hidden, ops = config.hidden_size, self._ops
@@ -77,17 +90,20 @@ class Bench:
         for name, op in (("qkv", ops.qkv), ("out", ops.attention_out), ("up", ops.up), ("down", ops.down)):
             rows.append(self._linear(name, op, tokens))
         rows.append(self._attention(ops.attention, tokens))
-        x, _ = self.tensor(tokens, hidden)
-        residual, _ = self.tensor(tokens, hidden)
+        x, _ = self.tensor(tokens, hidden, dtype=self._backend.dtype.summand)
+        residual, _ = self.tensor(tokens, hidden, dtype=DType.F32)
+        out = self.tensor(tokens, hidden)[0] if self._backend.dtype is not DType.F32 else residual
         gamma, beta = (self.tensor(hidden, dtype=DType.F32)[0] for _ in range(2))
-        norm = lambda _: self._backend.run(ops.add_norm, residual, x, residual, gamma, beta)  # noqa: E731
-        rows.append(Measured("add_norm", 0, 3 * tokens * hidden * item, norm, None))
+        norm = lambda _: self._backend.run(ops.add_norm, out, residual, x, gamma, beta, self._num_tokens)  # noqa: E731
+        num_bytes = tokens * hidden * (8 + 2 * item if out is not residual else 12)
+        rows.append(Measured("add_norm", 0, num_bytes, norm, None))
         return rows
 
     def _linear(self, name: str, op: Linear, tokens: int) -> Measured:
         item = self._backend.dtype.itemsize
         x, their_x = self.tensor(tokens, op.in_features)
-        out, their_out = self.tensor(tokens, op.out_features)
+        dtype = self._backend.dtype
+        out, their_out = self.tensor(tokens, op.out_features, dtype=dtype.summand if op.to_sum else dtype)
         weights = [self.tensor(op.out_features, op.in_features) for _ in range(NUM_WEIGHTS)]
         bias, _ = self.tensor(op.out_features, dtype=DType.F32)
         sizes = tokens * (op.in_features + op.out_features) + op.in_features * op.out_features
@@ -95,17 +111,18 @@ class Bench:
             name,
             2 * tokens * op.in_features * op.out_features,
             sizes * item,
-            lambda index: self._backend.run(op, out, x, weights[index % NUM_WEIGHTS][0], bias),
+            lambda index: self._backend.run(op, out, x, weights[index % NUM_WEIGHTS][0], bias, self._num_tokens),
             lambda index: torch.mm(their_x, weights[index % NUM_WEIGHTS][1].T, out=their_out),
         )
 
     def _attention(self, op: Attention, tokens: int) -> Measured:
         hidden, item = op.num_heads * op.head_dim, self._backend.dtype.itemsize
-        qkv, _ = self.tensor(tokens, 3 * hidden)
+        qkv, _ = self.tensor(tokens, 3 * hidden, dtype=self._backend.dtype.summand)
         out, _ = self.tensor(tokens, hidden)
-        cu_seqlens = torch.tensor(np.cumsum([0, *self._lengths]), dtype=torch.int32, device="cuda")
-        self._keep.append(cu_seqlens)
-        offsets = Tensor(cu_seqlens.data_ptr(), tuple(cu_seqlens.shape), DType.I32)
+        cu_seqlens = np.cumsum([0, *self._lengths])
+        sizes = op.block_sizes(self._backend.dtype, self._backend.arch)
+        block_q = next((size for size in sizes if size >= max(self._lengths)), sizes[-1])
+        work = self.integers(attention_work(cu_seqlens, block_q))
         library = None
         if len(set(self._lengths)) == 1:
             shape = (len(self._lengths), op.num_heads, self._lengths[0], op.head_dim)
@@ -115,7 +132,7 @@ class Bench:
             "attention",
             4 * hidden * sum(length**2 for length in self._lengths),
             4 * tokens * hidden * item,
-            lambda _: self._backend.run(op, out, qkv, offsets, max(self._lengths)),
+            lambda _: self._backend.run(op, out, qkv, work, block_q),
             library,
         )
 
@@ -172,7 +189,7 @@ def measure(backend: CudaBackend, row: Measured) -> tuple[float, float | None]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--dtypes", nargs="+", choices=["f32", "f16", "bf16"], default=["f32", "bf16"])
+    parser.add_argument("--dtypes", nargs="+", choices=["split", "f32", "f16", "bf16"], default=["split", "bf16"])
     arguments = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.zeros(1, device="cuda")

@@ -29,7 +29,7 @@ from gkd.compiler import Cubin, nvrtc_build
 from gkd.dtype import DType
 from gkd.errors import GkdError
 from gkd.kernel import KernelSpec
-from gkd.ops import Attention, Cast, Operator
+from gkd.ops import Attention, Cast, Operator, RowBounds, Split
 from gkd.sources import kernels_directory, read_kernel
 
 Request = tuple[KernelSpec, str]
@@ -41,7 +41,7 @@ MATRIX = {
     80: DTYPES,
     86: (DType.F32,),
     89: (DType.BF16,),
-    90: DTYPES,
+    90: (*DTYPES, DType.SPLIT),
     100: (DType.BF16,),
     120: (DType.F16,),
 }
@@ -82,27 +82,31 @@ GEOMETRIES = (Geometry(1024, 16, 4096), Geometry(384, 12, 1536))
 OTHER_OPERATORS: tuple[Operator, ...] = (Attention(num_heads=8, head_dim=128), Attention(num_heads=8, head_dim=80))
 
 
-def operators() -> list[Operator]:
-    """What engines run: the forward of each model, and the casts of its weights."""
-    forwards = [op for geometry in GEOMETRIES for op in Operators(geometry.config).all()]
-    casts = [Cast(source, target) for source, target in permutations(DTYPES, 2)]
-    return [*forwards, *OTHER_OPERATORS, *casts]
+def operators(dtype: DType) -> list[Operator]:
+    """What engines run in a precision: the forward of each model, and the casts of its weights."""
+    forwards = [op for geometry in GEOMETRIES for op in Operators(geometry.config, dtype).all()]
+    weights: list[Operator] = [Cast(source, target) for source, target in permutations(DTYPES, 2)]
+    if dtype is DType.SPLIT:
+        widths = {width for geometry in GEOMETRIES for width in (geometry.hidden_size, geometry.intermediate_size)}
+        weights = [*(Split(source) for source in DTYPES), *(RowBounds(width) for width in sorted(widths))]
+    return [*forwards, *OTHER_OPERATORS, *weights]
 
 
 def shipped() -> list[Request]:
     """Every kernel and architecture, once."""
     requests = (
-        (op.plan(dtype, arch).spec, arch_name(arch))
+        (spec, arch_name(arch))
         for arch, dtypes in MATRIX.items()
         for dtype in dtypes
-        for op in operators()
+        for op in operators(dtype)
+        for spec in op.plan(dtype, arch).specs
     )
     return list(dict.fromkeys(requests))
 
 
 def omissions(requests: Sequence[Request], directory: Path) -> Iterator[str]:
     """What an edit has left out: operators without a kernel here, kernels without an operator."""
-    compiled_ops = {type(op).__name__ for op in operators()}
+    compiled_ops = {type(op).__name__ for dtypes in MATRIX.values() for dtype in dtypes for op in operators(dtype)}
     for name in gkd.ops.__all__:
         if name != Operator.__name__ and name not in compiled_ops:
             yield f"operator {name} is not compiled: no engine lists it in its operators, see `operators`"

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from gkd.ops.pool import PoolMode
+from typing import Any, Literal, get_args
 
 # from_zero: 0, 1, 2, ...
 # after_padding: pad_token_id + the running count of tokens that are not padding; a padding token keeps pad_token_id.
 PositionRule = Literal["from_zero", "after_padding"]
+
+
+PoolMode = Literal["cls", "mean"]
+POOL_MODES: tuple[PoolMode, ...] = get_args(PoolMode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
-"""out = LayerNorm(x + residual): the end of each half of a post-norm block."""
+"""residual = LayerNorm(x + residual): the end of each half of a post-norm block."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from gkd.dtype import DType
+from gkd.dtype import DType, scale_of
 from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div, dtype_define
 from gkd.ops.blocks import row_blocks
 from gkd.ops.contract import Array, Signature, float_dtype
@@ -17,10 +18,12 @@ _NUM_THREADS = 128
 
 @dataclass(frozen=True, slots=True)
 class AddLayerNorm:
-    """out = LayerNorm(x + residual) * gamma + beta.
+    """residual = LayerNorm(x + residual) * gamma + beta, and out the same, rounded to what a product takes.
 
-    Shapes:  out, x, residual (num_tokens, hidden_size); gamma, beta (hidden_size,). out may be residual or x.
-    Dtypes:  one floating dtype; gamma and beta in its accumulator's, f32 for 16 bits.
+    Shapes:  out, residual, x (max_rows, hidden_size); gamma, beta (hidden_size,); num_rows (1,): so many first rows are
+             computed.
+    Dtypes:  one floating dtype for out and x, but f32 for x where out is split; residual, gamma and beta in its
+             accumulator's, f32 for 16 bits. Where out's and residual's are one, out is residual itself. int32 num_rows.
     """
 
     hidden_size: int
@@ -28,26 +31,32 @@ class AddLayerNorm:
 
     name: ClassVar[str] = "add_layer_norm"
 
-    def check(self, out: Array, x: Array, residual: Array, gamma: Array, beta: Array) -> None:
-        dtype = float_dtype(self.name, "x", x)
+    def check(self, out: Array, residual: Array, x: Array, gamma: Array, beta: Array, num_rows: Array) -> None:
+        dtype = float_dtype(self.name, "out", out)
         signature = Signature(self.name)
-        for name, tensor in (("x", x), ("residual", residual), ("out", out)):
-            signature.match(name, tensor, ("num_tokens", self.hidden_size), dtype)
+        kinds = (("x", x, dtype.summand), ("out", out, dtype), ("residual", residual, dtype.accumulator))
+        for name, tensor, kind in kinds:
+            signature.match(name, tensor, ("max_rows", self.hidden_size), kind)
         for name, tensor in (("gamma", gamma), ("beta", beta)):
             signature.match(name, tensor, (self.hidden_size,), dtype.accumulator)
+        signature.match("num_rows", num_rows, (1,), DType.I32)
 
-    def reference(self, out: Array, x: Array, residual: Array, gamma: Array, beta: Array) -> None:
+    def reference(self, out: Array, residual: Array, x: Array, gamma: Array, beta: Array, num_rows: Array) -> None:
         def normalize(rows: slice) -> None:
-            np.add(x[rows], residual[rows], out=out[rows])
-            layer_norm_(out[rows], gamma, beta, self.eps)
+            np.add(x[rows], residual[rows], out=residual[rows])
+            layer_norm_(residual[rows], gamma, beta, self.eps)
+            if out is not residual:
+                out[rows] = residual[rows]
 
-        for_each(normalize, row_blocks(len(x), self.hidden_size))
+        for_each(normalize, row_blocks(num_rows[0], self.hidden_size))
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
         defines = (dtype_define(dtype), ("HIDDEN_SIZE", self.hidden_size), ("NUM_THREADS", _NUM_THREADS))
-        return KernelPlan(KernelSpec(self.name, defines), self._launch)
+        spec = KernelSpec(self.name, defines)
+        return KernelPlan((spec,), partial(self._launch, spec))
 
-    def _launch(self, out: Array, x: Array, residual: Array, gamma: Array, beta: Array) -> Launch:
-        num_rows = x.shape[0]
-        arguments = (out, x, residual, gamma, beta, num_rows, float(self.eps))
-        return Launch((ceil_div(num_rows, _NUM_THREADS // 32), 1, 1), _NUM_THREADS, arguments)
+    def _launch(
+        self, spec: KernelSpec, out: Array, residual: Array, x: Array, gamma: Array, beta: Array, num_rows: Array
+    ) -> Launch:
+        arguments = (out, residual, x, gamma, beta, num_rows, float(self.eps), scale_of(out))
+        return Launch(spec, (ceil_div(x.shape[0], _NUM_THREADS // 32), 1, 1), _NUM_THREADS, arguments)

@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from gkd.dtype import DType
-from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap, ceil_div, dtype_define
+from gkd.dtype import DType, scale_of
+from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap, dtype_define
 from gkd.ops.contract import Array, Signature, float_dtype
 from gkd.ops.threads import for_each
 
@@ -18,7 +17,7 @@ AttentionKernel = Literal["auto", "plain", "simt", "mma", "wgmma"]
 # Keys are walked in blocks of a fixed width from position 0 of each text, of this one here and of its own in each
 # kernel: a text's bits then do not depend on where it lies in the batch.
 KEY_BLOCK = 256
-# Queries that one pass holds scores for; any width gives the same bits per query only if it is fixed.
+# Queries that one pass of the reference holds scores for; any width gives the same bits per query only if it is fixed.
 _QUERY_BLOCK = 256
 
 
@@ -29,6 +28,7 @@ class _Tiling:
     Only block_k is part of the order of sums: another one gives other bits.
     """
 
+    kernel: str
     block_q: int
     block_k: int
     constants: tuple[tuple[str, int], ...] = ()
@@ -43,7 +43,7 @@ class _Tiling:
 
 
 # A warp a query, a lane a key.
-_PLAIN = _Tiling(4, 32)
+_PLAIN = _Tiling("attention_plain", 4, 32)
 
 
 def _mma_tiling(head_dim: int, arch: int) -> _Tiling:
@@ -52,15 +52,22 @@ def _mma_tiling(head_dim: int, arch: int) -> _Tiling:
     # For 12.x, NVRTC 12.9 spills with three.
     min_blocks = 3 if head_dim == 32 and arch < 120 else 2
     smem_bytes = 2 * head_dim * (block_q + 2 * 2 * block_k)
-    return _Tiling(block_q, block_k, (("MIN_BLOCKS", min_blocks),), smem_bytes)
+    return _Tiling("attention_mma", block_q, block_k, (("MIN_BLOCKS", min_blocks),), smem_bytes)
 
 
-def _wgmma_tiling(head_dim: int) -> _Tiling:
-    """64 queries a warpgroup, as many of them as registers allow; stages of keys and values: 152 and 160 KiB."""
-    num_consumers, num_stages = (3, 4) if head_dim == 64 else (2, 2)
+def _wgmma_tiling(head_dim: int, num_consumers: int, num_stages: int, min_blocks: int) -> _Tiling:
+    """64 queries a warpgroup that computes, one warpgroup more that copies; stages of keys and values."""
     block_q, block_k = 64 * num_consumers, 128
     smem_bytes = 2 * head_dim * (block_q + 2 * num_stages * block_k) + 8 * (2 + 4 * num_stages)
-    return _Tiling(block_q, block_k, (("NUM_STAGES", num_stages),), smem_bytes, 128 * (num_consumers + 1))
+    constants = (("NUM_STAGES", num_stages), ("MIN_BLOCKS", min_blocks))
+    return _Tiling("attention_wgmma", block_q, block_k, constants, smem_bytes, 128 * (num_consumers + 1))
+
+
+# For short texts, and for long ones as many warpgroups as registers allow: each block of keys serves more queries.
+_WGMMA = {
+    64: (_wgmma_tiling(64, 1, num_stages=2, min_blocks=2), _wgmma_tiling(64, 3, num_stages=4, min_blocks=1)),
+    128: (_wgmma_tiling(128, 1, num_stages=1, min_blocks=2), _wgmma_tiling(128, 2, num_stages=2, min_blocks=1)),
+}
 
 
 def _simt_tiling(head_dim: int, arch: int) -> _Tiling:
@@ -69,7 +76,8 @@ def _simt_tiling(head_dim: int, arch: int) -> _Tiling:
     if arch < 80 and head_dim > 32:
         block_q //= 2
     padded_rows = (block_q + block_k) * (head_dim + 4) + block_q * (32 + 8)
-    return _Tiling(block_q, block_k, (("MIN_BLOCKS", 2),), 4 * (padded_rows + block_k * head_dim))
+    smem_bytes = 4 * (padded_rows + block_k * head_dim)
+    return _Tiling("attention_simt", block_q, block_k, (("MIN_BLOCKS", 2),), smem_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +85,9 @@ class Attention:
     """out = softmax(q @ k.T / sqrt(head_dim)) @ v within each text and head.
 
     Shapes:  out (num_tokens, num_heads * head_dim); qkv (num_tokens, 3 * num_heads * head_dim), a row being
-             all queries, all keys, all values; cu_seqlens (num_texts + 1,), from 0 to num_tokens;
-             max_seqlen, the longest text's tokens, is a number that the host knows.
-    Dtypes:  one floating dtype; int32 cu_seqlens, ascending, which the caller has checked.
+             all queries, all keys, all values; work (num_items, 3), see `attention_work`, whose block_q, one of
+             `block_sizes`, is a number that the host knows. What no item names is left as it is.
+    Dtypes:  one floating dtype, but f32 for qkv where out is split; int32 work, which the caller has checked.
     Source:  Milakov & Gimelshein 2018, the running maximum and sum; blocks as in Dao et al. 2022.
 
     `kernel` is what runs on a GPU: `wgmma` takes 16 bits, head widths of 64 and 128, and compute capability 9.0; `mma`
@@ -93,37 +101,41 @@ class Attention:
 
     name: ClassVar[str] = "attention"
 
-    def check(self, out: Array, qkv: Array, cu_seqlens: Array, max_seqlen: int) -> None:
-        dtype = float_dtype(self.name, "qkv", qkv)
+    def check(self, out: Array, qkv: Array, work: Array, block_q: int) -> None:
+        dtype = float_dtype(self.name, "out", out)
         hidden_size = self.num_heads * self.head_dim
         signature = Signature(self.name)
-        signature.match("qkv", qkv, ("num_tokens", 3 * hidden_size), dtype)
+        signature.match("qkv", qkv, ("num_tokens", 3 * hidden_size), dtype.summand)
         signature.match("out", out, ("num_tokens", hidden_size), dtype)
-        signature.match("cu_seqlens", cu_seqlens, ("num_texts + 1",), DType.I32)
+        signature.match("work", work, ("num_items", 3), DType.I32)
 
-    def reference(self, out: Array, qkv: Array, cu_seqlens: Array, max_seqlen: int) -> None:
+    def block_sizes(self, dtype: DType, arch: int) -> tuple[int, ...]:
+        """The block_q that work may have on this compute capability, or, for 0, on the CPU; ascending."""
+        return tuple(tiling.block_q for tiling in self._tilings(dtype, arch)) if arch else (_QUERY_BLOCK,)
+
+    def reference(self, out: Array, qkv: Array, work: Array, block_q: int) -> None:
         heads = (self.num_heads, self.head_dim)
 
-        def attend(piece: tuple[int, int, int]) -> None:
-            start, end, first = piece
+        def attend(piece: tuple[int, int]) -> None:
+            item, query_block = piece
+            start, length, first_query = work[item].tolist()
             # Views: (3, num_heads, length, head_dim) and (num_heads, length, head_dim).
-            query, key, value = qkv[start:end].reshape(-1, 3, *heads).transpose(1, 2, 0, 3)
-            context = out[start:end].reshape(-1, *heads).transpose(1, 0, 2)
-            queries = slice(first, first + _QUERY_BLOCK)
-            self._attend(context[:, queries], query[:, queries], key, value)
+            query, key, value = qkv[start : start + length].reshape(-1, 3, *heads).transpose(1, 2, 0, 3)
+            context = out[start : start + length].reshape(-1, *heads).transpose(1, 0, 2)
+            first = first_query + query_block
+            queries = slice(first, min(first + _QUERY_BLOCK, first_query + block_q))
+            if first < length:
+                self._attend(context[:, queries], query[:, queries], key, value)
 
-        texts = pairwise(cu_seqlens.tolist())
-        for_each(attend, [(start, end, first) for start, end in texts for first in range(0, end - start, _QUERY_BLOCK)])
+        for_each(attend, [(item, first) for item in range(len(work)) for first in range(0, block_q, _QUERY_BLOCK)])
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
-        kernel = self._choose(dtype, arch) if self.kernel == "auto" else self.kernel
-        tiling = self._tiling(kernel, arch)
-        sizes = (("NUM_HEADS", self.num_heads), ("HEAD_DIM", self.head_dim))
-        spec = KernelSpec(f"attention_{kernel}", (dtype_define(dtype), *sizes, *tiling.defines))
-        scale = 1 / math.sqrt(self.head_dim)
-        if kernel in ("mma", "wgmma"):
-            scale *= math.log2(math.e)  # their exponentials are powers of two
-        return KernelPlan(spec, partial(self._launch_wgmma if kernel == "wgmma" else self._launch, tiling, scale))
+        sizes = (dtype_define(dtype), ("NUM_HEADS", self.num_heads), ("HEAD_DIM", self.head_dim))
+        kernels = {
+            tiling.block_q: (KernelSpec(tiling.kernel, (*sizes, *tiling.defines)), tiling)
+            for tiling in self._tilings(dtype, arch)
+        }
+        return KernelPlan(tuple(spec for spec, _ in kernels.values()), partial(self._launch, kernels))
 
     def _choose(self, dtype: DType, arch: int) -> AttentionKernel:
         if self.head_dim not in (32, 64, 128):
@@ -132,31 +144,36 @@ class Attention:
             return "simt"
         return "wgmma" if arch == 90 and self.head_dim >= 64 else "mma"
 
-    def _tiling(self, kernel: AttentionKernel, arch: int) -> _Tiling:
-        match kernel:
+    def _tilings(self, dtype: DType, arch: int) -> tuple[_Tiling, ...]:
+        match self._choose(dtype, arch) if self.kernel == "auto" else self.kernel:
             case "wgmma":
-                return _wgmma_tiling(self.head_dim)
+                return _WGMMA[self.head_dim]
             case "mma":
-                return _mma_tiling(self.head_dim, arch)
+                return (_mma_tiling(self.head_dim, arch),)
             case "simt":
-                return _simt_tiling(self.head_dim, arch)
+                return (_simt_tiling(self.head_dim, arch),)
             case _:
-                return _PLAIN
+                return (_PLAIN,)
 
     def _launch(
-        self, tiling: _Tiling, scale: float, out: Array, qkv: Array, cu_seqlens: Array, max_seqlen: int
+        self,
+        kernels: dict[int, tuple[KernelSpec, _Tiling]],
+        out: Array,
+        qkv: Array,
+        work: Array,
+        block_q: int,
     ) -> Launch:
-        arguments = (out, qkv, cu_seqlens, scale)
-        return Launch(self._grid(tiling, cu_seqlens, max_seqlen), tiling.num_threads, arguments, tiling.smem_bytes)
-
-    def _launch_wgmma(
-        self, tiling: _Tiling, scale: float, out: Array, qkv: Array, cu_seqlens: Array, max_seqlen: int
-    ) -> Launch:
-        arguments = (out, TensorMap(qkv, 64), TensorMap(qkv, tiling.block_k), cu_seqlens, scale)
-        return Launch(self._grid(tiling, cu_seqlens, max_seqlen), tiling.num_threads, arguments, tiling.smem_bytes)
-
-    def _grid(self, tiling: _Tiling, cu_seqlens: Array, max_seqlen: int) -> tuple[int, int, int]:
-        return ceil_div(max_seqlen, tiling.block_q), self.num_heads, cu_seqlens.shape[0] - 1
+        spec, tiling = kernels[block_q]
+        scale = 1 / math.sqrt(self.head_dim)
+        inputs: tuple[Any, ...] = (qkv,)
+        if tiling.kernel in ("attention_mma", "attention_wgmma"):
+            scale *= math.log2(math.e)  # their exponentials are powers of two
+        if tiling.kernel == "attention_wgmma":
+            inputs = (TensorMap(qkv, 64), TensorMap(qkv, tiling.block_k))
+        arguments: tuple[Any, ...] = (out, *inputs, work, scale)
+        if tiling.kernel in ("attention_plain", "attention_simt"):
+            arguments = (*arguments, scale_of(out))
+        return Launch(spec, (work.shape[0], self.num_heads, 1), tiling.num_threads, arguments, tiling.smem_bytes)
 
     def _attend(self, context: Array, query: Array, key: Array, value: Array) -> None:
         """One block of queries (num_heads, rows, head_dim) against all keys of its text."""
@@ -180,3 +197,17 @@ class Attention:
                 accumulator = accumulator * correction + block_context
             running_max = new_max
         np.divide(accumulator, running_sum, out=context)
+
+
+def attention_work(cu_seqlens: Array, block_q: int) -> Array:
+    """What an attention has to do: (num_items, 3) int32, an item for each block_q queries of each text.
+
+    An item is the text's first token, its length, and the first of the queries, counted from the text's first token.
+    One of length 0 stands for nothing: it fills up a list.
+    """
+    lengths = np.diff(cu_seqlens)
+    num_items = -(-lengths // block_q)
+    texts = np.repeat(np.arange(len(lengths)), num_items)
+    first_item = np.cumsum(num_items) - num_items
+    first_query = (np.arange(len(texts)) - first_item[texts]) * block_q
+    return np.stack([cu_seqlens[texts], lengths[texts], first_query], axis=1).astype(np.int32)

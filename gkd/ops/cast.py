@@ -1,6 +1,7 @@
 """out = x in another floating type: how 16-bit checkpoints become float32 and back."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -45,12 +46,13 @@ class Cast:
             ("NUM_THREADS", _NUM_THREADS),
             ("ELEMENTS_PER_THREAD", _ELEMENTS_PER_THREAD),
         )
-        return KernelPlan(KernelSpec(self.name, defines), self._launch)
+        spec = KernelSpec(self.name, defines)
+        return KernelPlan((spec,), partial(self._launch, spec))
 
-    def _launch(self, out: Array, x: Array) -> Launch:
+    def _launch(self, spec: KernelSpec, out: Array, x: Array) -> Launch:
         num_elements = int(np.prod(x.shape))
         blocks = ceil_div(num_elements, _NUM_THREADS * _ELEMENTS_PER_THREAD)
-        return Launch((blocks, 1, 1), _NUM_THREADS, (out, x, num_elements))
+        return Launch(spec, (blocks, 1, 1), _NUM_THREADS, (out, x, num_elements))
 
 
 def _widen_bf16(bits: Array) -> Array:

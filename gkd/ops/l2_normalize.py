@@ -1,6 +1,7 @@
 """out = x / ||x||, row by row."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -38,8 +39,11 @@ class L2Normalize:
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
         defines = (("HIDDEN_SIZE", self.hidden_size), ("NUM_THREADS", _NUM_THREADS))
-        return KernelPlan(KernelSpec(self.name, defines), self._launch)
+        spec = KernelSpec(self.name, defines)
+        return KernelPlan((spec,), partial(self._launch, spec))
 
-    def _launch(self, out: Array, x: Array) -> Launch:
+    def _launch(self, spec: KernelSpec, out: Array, x: Array) -> Launch:
         num_rows = x.shape[0]
-        return Launch((ceil_div(num_rows, _NUM_THREADS // 32), 1, 1), _NUM_THREADS, (out, x, num_rows, float(self.eps)))
+        return Launch(
+            spec, (ceil_div(num_rows, _NUM_THREADS // 32), 1, 1), _NUM_THREADS, (out, x, num_rows, float(self.eps))
+        )

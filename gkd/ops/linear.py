@@ -1,12 +1,13 @@
 """out = activation(x @ weight.T + bias)."""
 
+import math
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from gkd.dtype import DType
+from gkd.dtype import DType, scale_of
 from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap, ceil_div, dtype_define
 from gkd.ops.blocks import row_blocks
 from gkd.ops.contract import Array, Signature, float_dtype
@@ -26,6 +27,7 @@ _SPLIT_ROWS = 64
 class _Tiling:
     """How a kernel cuts the product: a block of threads computes block_m x block_n results. Only CHUNK_K sets bits."""
 
+    kernel: str
     block_m: int
     block_n: int
     num_threads: int
@@ -40,40 +42,75 @@ class _Tiling:
 
 # CHUNK_K is part of the order of the sums, which every fp32 kernel follows: one chain over a K of 1024 to 4096 would be
 # 3 to 5 times less exact than sums of chains of 64, which are about as exact as cuBLAS.
-_SIMT = _Tiling(128, 64, 128, (("CHUNK_K", 64),))
+_SIMT = _Tiling("linear_simt", 128, 64, 128, (("CHUNK_K", 64),))
 
 
-def _mma_tiling(block_m: int, block_n: int, num_stages: int) -> _Tiling:
-    block_k = 64
-    num_warps = block_m * block_n // (64 * 64)
+def _mma_tiling(block: tuple[int, int], warp: tuple[int, int], num_stages: int) -> _Tiling:
+    """Blocks of (m, n) results, (m, n) of them a warp, from so many stages of 64 columns of K."""
+    (block_m, block_n), (warp_m, warp_n), block_k = block, warp, 64
+    num_warps = max(4, block_m * block_n // (warp_m * warp_n))
+    constants = (("WARP_M", warp_m), ("WARP_N", warp_n), ("BLOCK_K", block_k), ("NUM_STAGES", num_stages))
     smem_bytes = num_stages * (block_m + block_n) * block_k * 2
-    return _Tiling(block_m, block_n, num_warps * 32, (("BLOCK_K", block_k), ("NUM_STAGES", num_stages)), smem_bytes)
+    return _Tiling("linear_mma", block_m, block_n, num_warps * 32, constants, smem_bytes)
 
 
 # 96 KiB of stages. Of compute capability 9.0 two blocks share an SM, so that one computes while the other waits for its
 # first tile or stores its results; 8.6, 8.9 and 12.x give a block 99 KiB and hold one.
-_MMA = _mma_tiling(128, 128, num_stages=3)
+_MMA = _mma_tiling((128, 128), (64, 64), num_stages=3)
 # Of compute capability 10.0 NVRTC 13.0 spills a register with three stages, for K = 384; an SM there has room for four.
-_MMA_SM100 = _mma_tiling(128, 128, num_stages=4)
+_MMA_SM100 = _mma_tiling((128, 128), (64, 64), num_stages=4)
+# For at most so many rows, tiles that give every SM a share of the weights, and as much of it under way at once as
+# memory takes: 64 to 96 KiB of stages.
+_MMA_FEW_ROWS = (
+    (16, _mma_tiling((16, 16), (16, 16), num_stages=16)),
+    (32, _mma_tiling((32, 16), (16, 16), num_stages=12)),
+    (64, _mma_tiling((64, 16), (16, 16), num_stages=8)),
+    (128, _mma_tiling((64, 32), (32, 16), num_stages=8)),
+    (512, _mma_tiling((64, 64), (32, 32), num_stages=6)),
+)
 
 
 def _wgmma_tiling(num_stages: int) -> _Tiling:
     """Stages of x and weight, the results of two consumers, and the barriers of the stages: 224 KiB for five."""
     block_m, block_n = 128, 128
     smem_bytes = 2 * (num_stages * (block_m + block_n) * 64 + 2 * block_m * block_n) + 16 * (num_stages + 1)
-    return _Tiling(block_m, block_n, 384, (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes)), smem_bytes)
+    constants = (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes))
+    return _Tiling("linear_wgmma", block_m, block_n, 384, constants, smem_bytes)
 
 
 _WGMMA = _wgmma_tiling(num_stages=5)
+
+
+def _wgmma_split_tiling() -> _Tiling:
+    """Three stages of both parts of x and of the weights, and the barriers of the stages: 192 KiB."""
+    block_m, block_n, num_stages = 128, 128, 3
+    smem_bytes = num_stages * (2 * (block_m + block_n) * 128 + 16)
+    constants = (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes))
+    return _Tiling("linear_wgmma_split", block_m, block_n, 384, constants, smem_bytes)
+
+
+def _mma_split_tiling(in_features: int) -> _Tiling:
+    """Two stages of both parts of x and of the weights for each of 8 warps, and the sums of all chunks of K."""
+    block_m, block_n, num_stages, num_warps = 16, 16, 2, 8
+    smem_bytes = num_warps * num_stages * 2 * (block_m + block_n) * 128 + in_features // 64 * block_m * block_n * 4
+    constants = (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes))
+    return _Tiling("linear_mma_split", block_m, block_n, num_warps * 32, constants, smem_bytes)
+
+
+_WGMMA_SPLIT = _wgmma_split_tiling()
+# For at most so many rows of split operands, and so many columns, whose sums fit into shared memory.
+_FEW_SPLIT_ROWS, _MOST_SPLIT_FEATURES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """out = activation(x @ weight.T + bias), a row's bits independent of the other rows and of its place.
 
-    Shapes:  out (num_tokens, out_features), x (num_tokens, in_features),
-             weight (out_features, in_features), bias (out_features,).
-    Dtypes:  one floating dtype; bias in its accumulator's, f32 for 16 bits.
+    Shapes:  out (max_rows, out_features), x (max_rows, in_features),
+             weight (out_features, in_features), bias (out_features,);
+             num_rows (1,): so many first rows are computed, and what the others of out hold is undefined.
+    Dtypes:  one floating dtype; bias in its accumulator's, f32 for 16 bits; int32 num_rows. With `to_sum`, out is what
+             is added to something, and not an operand again: f32 where operands are split.
 
     `kernel` is what runs on a GPU: `wgmma` takes 16 bits, in_features and out_features % 8 == 0, and compute capability
     9.0; `mma` 16 bits, in_features % 8 == 0, and 8.0 and later; `simt` anything; `auto` is the first of them that can.
@@ -83,19 +120,23 @@ class Linear:
     in_features: int
     out_features: int
     activation: Activation = "none"
+    to_sum: bool = False
     kernel: LinearKernel = "auto"
 
     name: ClassVar[str] = "linear"
 
-    def check(self, out: Array, x: Array, weight: Array, bias: Array) -> None:
+    def check(self, out: Array, x: Array, weight: Array, bias: Array, num_rows: Array) -> None:
         dtype = float_dtype(self.name, "x", x)
         signature = Signature(self.name)
-        signature.match("x", x, ("num_tokens", self.in_features), dtype)
-        signature.match("out", out, ("num_tokens", self.out_features), dtype)
+        signature.match("x", x, ("max_rows", self.in_features), dtype)
+        signature.match("out", out, ("max_rows", self.out_features), dtype.summand if self.to_sum else dtype)
         signature.match("weight", weight, (self.out_features, self.in_features), dtype)
         signature.match("bias", bias, (self.out_features,), dtype.accumulator)
+        signature.match("num_rows", num_rows, (1,), DType.I32)
 
-    def reference(self, out: Array, x: Array, weight: Array, bias: Array) -> None:
+    def reference(self, out: Array, x: Array, weight: Array, bias: Array, num_rows: Array) -> None:
+        x, out = x[: num_rows[0]], out[: num_rows[0]]
+
         def compute(piece: tuple[int, int, slice]) -> None:
             start, rows, columns = piece
             inputs, outputs = x[start : start + rows], out[start : start + rows, columns]
@@ -109,34 +150,65 @@ class Linear:
         for_each(compute, self._pieces(len(x)) if x.dtype == np.float32 else [(0, len(x), slice(None))])
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
-        kernel = self._choose(dtype, arch) if self.kernel == "auto" else self.kernel
-        if kernel == "wgmma":
-            tiling, launch = _WGMMA, self._launch_wgmma
-        elif kernel == "mma":
-            tiling, launch = _MMA_SM100 if 100 <= arch < 120 else _MMA, self._launch
-        else:
-            tiling, launch = _SIMT, self._launch
         sizes = (("IN_FEATURES", self.in_features), ("OUT_FEATURES", self.out_features))
-        defines = (dtype_define(dtype), *sizes, ("GELU", int(self.activation == "gelu")), *tiling.defines)
-        return KernelPlan(KernelSpec(f"linear_{kernel}", defines), partial(launch, tiling))
+        constants: tuple[tuple[str, int], ...] = (dtype_define(dtype), *sizes, ("GELU", int(self.activation == "gelu")))
+        if dtype is DType.SPLIT:
+            constants = (*constants, ("OUT_SPLIT", int(not self.to_sum)))
+        kernels = [
+            (max_rows, KernelSpec(tiling.kernel, (*constants, *tiling.defines)), tiling)
+            for max_rows, tiling in self._tilings(dtype, arch)
+        ]
+        return KernelPlan(tuple(spec for _, spec, _ in kernels), partial(self._launch, kernels))
+
+    def _tilings(self, dtype: DType, arch: int) -> tuple[tuple[float, _Tiling], ...]:
+        """Each with the most rows that it is used for."""
+        match self._choose(dtype, arch) if self.kernel == "auto" else self.kernel:
+            case "wgmma" if dtype is DType.SPLIT:
+                few_rows = ((_FEW_SPLIT_ROWS, _mma_split_tiling(self.in_features)),)
+                by_itself = self.kernel == "wgmma" or self.in_features > _MOST_SPLIT_FEATURES
+                return (*(() if by_itself else few_rows), (math.inf, _WGMMA_SPLIT))
+            case "mma" if dtype is DType.SPLIT:
+                return ((math.inf, _mma_split_tiling(self.in_features)),)
+            case "wgmma" if self.kernel == "wgmma":
+                return ((math.inf, _WGMMA),)
+            case "wgmma":
+                return (*_MMA_FEW_ROWS, (math.inf, _WGMMA))
+            case "mma":
+                return (*_MMA_FEW_ROWS, (math.inf, _MMA_SM100 if 100 <= arch < 120 else _MMA))
+            case _:
+                return ((math.inf, _SIMT),)
+
+    def takes_split(self, arch: int) -> bool:
+        """Whether there is a kernel for split operands of these sizes."""
+        return arch == 90 and self.in_features % 64 == 0 and self.out_features % 8 == 0
 
     def _choose(self, dtype: DType, arch: int) -> LinearKernel:
+        if dtype is DType.SPLIT:
+            return "wgmma"
         if dtype not in (DType.F16, DType.BF16) or arch < 80 or self.in_features % 8 != 0:
             return "simt"
         return "wgmma" if arch == 90 and self.out_features % 8 == 0 else "mma"
 
-    def _launch(self, tiling: _Tiling, out: Array, x: Array, weight: Array, bias: Array) -> Launch:
-        arguments = (out, x, weight, bias, x.shape[0])
-        return Launch((self._num_tiles(tiling, x), 1, 1), tiling.num_threads, arguments, tiling.smem_bytes)
-
-    def _launch_wgmma(self, tiling: _Tiling, out: Array, x: Array, weight: Array, bias: Array) -> Launch:
-        maps = (TensorMap(out, tiling.block_m), TensorMap(x, tiling.block_m), TensorMap(weight, tiling.block_n))
-        arguments = (*maps, bias, x.shape[0])
-        grid = (self._num_tiles(tiling, x), 1, 1)
-        return Launch(grid, tiling.num_threads, arguments, tiling.smem_bytes, persistent=True)
-
-    def _num_tiles(self, tiling: _Tiling, x: Array) -> int:
-        return ceil_div(x.shape[0], tiling.block_m) * ceil_div(self.out_features, tiling.block_n)
+    def _launch(
+        self,
+        kernels: list[tuple[float, KernelSpec, _Tiling]],
+        out: Array,
+        x: Array,
+        weight: Array,
+        bias: Array,
+        num_rows: Array,
+    ) -> Launch:
+        spec, tiling = next((spec, tiling) for max_rows, spec, tiling in kernels if x.shape[0] <= max_rows)
+        num_tiles = ceil_div(x.shape[0], tiling.block_m) * ceil_div(self.out_features, tiling.block_n)
+        persistent = tiling.kernel.startswith("linear_wgmma")
+        matrices: tuple[Any, ...] = (out, x, weight)
+        if persistent:
+            maps = (TensorMap(x, tiling.block_m), TensorMap(weight, tiling.block_n))
+            matrices = (out if tiling is _WGMMA_SPLIT else TensorMap(out, tiling.block_m), *maps)
+        arguments = (*matrices, bias, num_rows)
+        if tiling.kernel.endswith("_split"):
+            arguments = (*arguments, 1 / (scale_of(x) * scale_of(weight)), scale_of(out))
+        return Launch(spec, (num_tiles, 1, 1), tiling.num_threads, arguments, tiling.smem_bytes, persistent)
 
     def _pieces(self, num_rows: int) -> list[tuple[int, int, slice]]:
         """(first row, rows, columns) of each product: enough for every core, of block sizes that keep the bits."""

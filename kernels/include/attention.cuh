@@ -11,3 +11,12 @@ constexpr int HIDDEN_SIZE = NUM_HEADS * HEAD_DIM;
 constexpr int QKV_STRIDE = 3 * HIDDEN_SIZE;
 
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+// What a block has to do, see attention_work in gkd/ops/attention.py: queries from first_query on of a text. An item of length
+// 0 fills up a list.
+struct Item {
+    int start, length, first_query;
+
+    __device__ __forceinline__ Item(const int* work)
+        : start(work[blockIdx.x * 3]), length(work[blockIdx.x * 3 + 1]), first_query(work[blockIdx.x * 3 + 2]) {}
+};

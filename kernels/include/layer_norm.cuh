@@ -2,6 +2,7 @@
 // is values[i * VECTOR ...] of each lane.
 #pragma once
 #include "include/reduce.cuh"
+#include "include/split.cuh"
 #include "include/types.cuh"
 #include "include/vector.cuh"
 
@@ -43,6 +44,16 @@ struct LaneRow {
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) vector.values[j] = from_float<Element>(values[i * VECTOR + j]);
             if (exists(i)) store_vector(row + column(i), vector);
+        }
+    }
+
+    __device__ __forceinline__ void store_operand_row(Operand* matrix, size_t row, float scale) const {
+#pragma unroll
+        for (int i = 0; i < NUM_VECTORS; ++i) {
+            float vector[VECTOR];
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) vector[j] = values[i * VECTOR + j];
+            if (exists(i)) store_operand<SIZE>(matrix, row, column(i), vector, scale);
         }
     }
 

@@ -11,6 +11,19 @@ struct alignas(64) TensorMap {
 #include <cusim_ptx.h>
 #else
 
+// 9.7.13.14 griddepcontrol: lets the next kernel of the stream start, and waits until the kernel before has ended and what it
+// wrote is there. Until it waits a kernel may only read what no kernel writes: weights. Before sm_90 kernels follow one another.
+__device__ __forceinline__ void grid_launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void grid_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 9.7.9.21 cvt
 __device__ __forceinline__ float cvt_f32_f16(unsigned short bits) {
     float value;

@@ -1,5 +1,6 @@
 // Element types without CUDA's headers, and their way to float and back. `T` is the type that the kernel is compiled
-// for: -D DTYPE_F32, DTYPE_F16 or DTYPE_BF16.
+// for: -D DTYPE_F32, DTYPE_F16, DTYPE_BF16 or DTYPE_SPLIT. `Operand` is that of the matrices which are multiplied: T, but
+// where T is float and they are split, f16 (see split.cuh).
 #pragma once
 #include "include/ptx.cuh"
 
@@ -12,10 +13,16 @@ struct bf16 {
 
 #if defined(DTYPE_F32)
 using T = float;
+using Operand = float;
 #elif defined(DTYPE_F16)
 using T = f16;
+using Operand = f16;
 #elif defined(DTYPE_BF16)
 using T = bf16;
+using Operand = bf16;
+#elif defined(DTYPE_SPLIT)
+using T = float;
+using Operand = f16;
 #endif
 
 __device__ __forceinline__ float to_float(float value) { return value; }

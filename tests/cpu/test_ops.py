@@ -12,7 +12,20 @@ from threadpoolctl import threadpool_info
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
 from gkd.errors import DtypeError, ShapeError
-from gkd.ops import AddLayerNorm, Attention, Cast, EmbedLayerNorm, L2Normalize, Linear, Operator, Pool
+from gkd.ops import (
+    AddLayerNorm,
+    Attention,
+    Cast,
+    EmbedLayerNorm,
+    GatherRows,
+    L2Normalize,
+    Linear,
+    MeanPool,
+    Operator,
+    RowBounds,
+    Split,
+)
+from gkd.ops.attention import attention_work
 from gkd.ops.contract import Array
 from gkd.ops.gelu import gelu_
 from gkd.ops.linear import invariant_products
@@ -24,6 +37,10 @@ RNG = np.random.default_rng(7)
 
 def normal(*shape: int) -> Array:
     return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def count(number: int) -> Array:
+    return np.array([number], np.int32)
 
 
 def assert_close(got: Array, expected: Array, bound: Array | float) -> None:
@@ -50,7 +67,7 @@ def both(op: Operator, shape: tuple[int, ...], *inputs: Any) -> tuple[Array, Arr
 @pytest.mark.parametrize(("in_features", "out_features"), [(32, 48), (80, 33), (384, 1152)])
 def test_linear_matches_float64(rows: int, in_features: int, out_features: int) -> None:
     x, weight, bias = normal(rows, in_features), normal(out_features, in_features), normal(out_features)
-    got, expected = both(Linear(in_features, out_features), (rows, out_features), x, weight, bias)
+    got, expected = both(Linear(in_features, out_features), (rows, out_features), x, weight, bias, count(rows))
     # in_features products are rounded and added one after another, in whatever order; then the bias.
     terms = np.abs(x).astype(np.float64) @ np.abs(weight.T) + np.abs(bias)
     assert_close(got, expected, (in_features + 1) * EPS32 * terms)
@@ -58,8 +75,8 @@ def test_linear_matches_float64(rows: int, in_features: int, out_features: int) 
 
 def test_linear_gelu_is_the_exact_gelu() -> None:
     x, weight, bias = normal(5, 64), normal(96, 64), normal(96)
-    _, plain = both(Linear(64, 96), (5, 96), x, weight, bias)
-    _, got = both(Linear(64, 96, "gelu"), (5, 96), x, weight, bias)
+    _, plain = both(Linear(64, 96), (5, 96), x, weight, bias, count(5))
+    _, got = both(Linear(64, 96, "gelu"), (5, 96), x, weight, bias, count(5))
     expected = torch.nn.functional.gelu(torch.from_numpy(plain)).numpy()
     assert_close(got, expected, 1e-14 * (1 + np.abs(plain)))
 
@@ -86,9 +103,10 @@ def test_a_row_of_linear_has_the_same_bits_in_any_company(shape: tuple[int, int]
     in_features, out_features = shape
     op = Linear(in_features, out_features)
     x, weight, bias = normal(1700, in_features), normal(out_features, in_features), normal(out_features)
-    together = run(op, np.empty((1700, out_features), np.float32), x, weight, bias)
+    together = run(op, np.empty((1700, out_features), np.float32), x, weight, bias, count(1700))
     for first, last in ((0, 1), (13, 14), (5, 9), (3, 20), (100, 165), (1, 300), (399, 700), (9, 1500)):
-        apart = run(op, np.empty((last - first, out_features), np.float32), x[first:last], weight, bias)
+        rows = last - first
+        apart = run(op, np.empty((rows, out_features), np.float32), x[first:last], weight, bias, count(rows))
         assert np.array_equal(apart, together[first:last]), f"rows {first} to {last}"
 
 
@@ -99,7 +117,7 @@ def test_linear_on_another_blas_and_other_cores(
 ) -> None:
     monkeypatch.setattr("gkd.ops.linear.invariant_products", lambda *_: products)
     x, weight, bias = normal(rows, 64), normal(33, 64), normal(33)
-    got, expected = both(Linear(64, 33), (rows, 33), x, weight, bias)
+    got, expected = both(Linear(64, 33), (rows, 33), x, weight, bias, count(rows))
     assert_close(got, expected, 65 * EPS32 * (np.abs(x).astype(np.float64) @ np.abs(weight.T) + np.abs(bias)))
 
 
@@ -150,7 +168,9 @@ def test_attention_matches_torch_in_float64(head_dim: int, lengths: list[int]) -
     num_heads, tokens = 3, sum(lengths)
     qkv = 2 * normal(tokens, 3 * num_heads * head_dim)
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    got, wide = both(Attention(num_heads, head_dim), (tokens, num_heads * head_dim), qkv, cu_seqlens, max(lengths))
+    got, wide = both(
+        Attention(num_heads, head_dim), (tokens, num_heads * head_dim), qkv, attention_work(cu_seqlens, 256), 256
+    )
     for start, end in pairwise(cu_seqlens):
         q, k, v = (
             torch.from_numpy(qkv[start:end].astype(np.float64)).reshape(-1, 3, num_heads, head_dim).permute(1, 2, 0, 3)
@@ -164,26 +184,58 @@ def test_attention_matches_torch_in_float64(head_dim: int, lengths: list[int]) -
 
 def test_attention_survives_large_scores() -> None:
     qkv = 60 * normal(40, 3 * 64)
-    got, expected = both(Attention(2, 32), (40, 64), qkv, np.array([0, 40], np.int32), 40)
+    got, expected = both(Attention(2, 32), (40, 64), qkv, attention_work(np.array([0, 40]), 256), 256)
     assert_close(got, expected, 0.02 * np.abs(qkv).max())
 
 
 def test_a_text_has_the_same_attention_bits_at_another_place() -> None:
     op, lengths = Attention(4, 32), [5, 200, 31, 140]
     qkv, cu_seqlens = normal(sum(lengths), 3 * 128), np.cumsum([0, *lengths]).astype(np.int32)
-    together = run(op, np.empty((sum(lengths), 128), np.float32), qkv, cu_seqlens, max(lengths))
+    together = run(op, np.empty((sum(lengths), 128), np.float32), qkv, attention_work(cu_seqlens, 256), 256)
     for start, end in pairwise(cu_seqlens):
         alone = np.ascontiguousarray(qkv[start:end])
-        got = run(
-            op, np.empty((end - start, 128), np.float32), alone, np.array([0, end - start], np.int32), end - start
-        )
+        work = attention_work(np.array([0, end - start]), 256)
+        got = run(op, np.empty((end - start, 128), np.float32), alone, work, 256)
         assert np.array_equal(got, together[start:end])
+
+
+@pytest.mark.parametrize("block_q", [1, 64, 256])
+def test_attention_work_names_every_query_once(block_q: int) -> None:
+    lengths = [1, 300, 64, 65, 7]
+    cu_seqlens = np.cumsum([0, *lengths])
+    work = attention_work(cu_seqlens, block_q)
+    assert work.dtype == np.int32 and work.shape == (sum(-(-n // block_q) for n in lengths), 3)
+    queries = [
+        start + query for start, length, first in work.tolist() for query in range(first, min(first + block_q, length))
+    ]
+    assert queries == list(range(sum(lengths)))
+
+
+def test_attention_leaves_alone_what_no_item_names() -> None:
+    op, qkv = Attention(2, 32), normal(365, 3 * 64)
+    work = attention_work(np.array([0, 300, 365]), 256)
+    everything = run(op, np.empty((365, 64), np.float32), qkv, work, 256)
+    firsts = np.pad(work[work[:, 2] == 0], ((0, 2), (0, 0)))  # and two empty items
+    got = run(op, np.empty((365, 64), np.float32), qkv, firsts, 1)
+    computed = np.zeros(365, bool)
+    computed[[0, 300]] = True
+    assert np.isnan(got[~computed]).all()
+    # One query is a product of another shape for BLAS than 256 are: other bits.
+    assert_close(got[computed], everything[computed].astype(np.float64), 100 * EPS32 * np.abs(qkv).max())
+
+
+def normalize(size: int, x: Array, residual: Array, *weights: Array) -> Array:
+    """The residual that AddLayerNorm leaves, which is its output as well."""
+    sums = residual.copy()
+    CpuBackend().run(AddLayerNorm(size, 1e-5), sums, sums, x, *weights, count(len(x)))
+    return sums
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (7, 384), (100, 1024)])
 def test_add_layer_norm_matches_float64_and_torch(rows: int, size: int) -> None:
     x, residual, gamma, beta = normal(rows, size) + 3, normal(rows, size), normal(size), normal(size)
-    got, wide = both(AddLayerNorm(size, 1e-5), (rows, size), x, residual, gamma, beta)
+    got = normalize(size, x, residual, gamma, beta)
+    wide = normalize(size, *(array.astype(np.float64) for array in (x, residual, gamma, beta)))
     total = torch.from_numpy(x.astype(np.float64) + residual.astype(np.float64))
     scale, shift = (torch.from_numpy(w.astype(np.float64)) for w in (gamma, beta))
     assert_close(wide, torch.nn.functional.layer_norm(total, (size,), scale, shift, 1e-5).numpy(), 1e-12)
@@ -191,40 +243,51 @@ def test_add_layer_norm_matches_float64_and_torch(rows: int, size: int) -> None:
     assert_close(got, wide, 16 * EPS32 * (np.abs(gamma) * 8 + np.abs(beta)))
 
 
-def test_add_layer_norm_in_place_and_row_by_row() -> None:
-    op, (x, residual), (gamma, beta) = AddLayerNorm(96, 1e-5), normal(2, 50, 96), normal(2, 96)
-    apart = run(op, np.empty((50, 96), np.float32), x, residual, gamma, beta)
-    in_place = residual.copy()
-    CpuBackend().run(op, in_place, x, in_place, gamma, beta)
-    assert np.array_equal(in_place, apart)
+def test_add_layer_norm_row_by_row_and_no_further_than_the_count() -> None:
+    (x, residual), (gamma, beta) = normal(2, 50, 96), normal(2, 96)
+    together = normalize(96, x, residual, gamma, beta)
     for row in (0, 17, 49):
-        alone = run(op, np.empty((1, 96), np.float32), x[row : row + 1], residual[row : row + 1], gamma, beta)
-        assert np.array_equal(alone[0], apart[row])
+        alone = normalize(96, x[row : row + 1], residual[row : row + 1], gamma, beta)
+        assert np.array_equal(alone[0], together[row])
+    sums = residual.copy()
+    CpuBackend().run(AddLayerNorm(96, 1e-5), sums, sums, x, gamma, beta, count(20))
+    assert np.array_equal(sums[:20], together[:20]) and np.array_equal(sums[20:], residual[20:])
 
 
 def test_embed_layer_norm_takes_the_right_rows() -> None:
     word, position, token_type = normal(30, 64), normal(12, 64), normal(2, 64)
     gamma, beta = normal(2, 64)
     ids, places = np.array([3, 29, 0, 3], np.int32), np.array([0, 11, 5, 2], np.int32)
-    got, wide = both(EmbedLayerNorm(64, 1e-12), (4, 64), ids, places, word, position, token_type, gamma, beta)
+    outputs = []
+    for dtype in (np.float32, np.float64):
+        out = np.full((4, 64), np.nan, dtype)
+        weights = (array.astype(dtype) for array in (word, position, token_type, gamma, beta))
+        CpuBackend().run(EmbedLayerNorm(64, 1e-12), out, out, ids, places, *weights, count(4))
+        outputs.append(out)
     rows = (word[ids].astype(np.float64) + token_type[0]) + position[places]
     centered = rows - rows.mean(1, keepdims=True)
     expected = centered / np.sqrt(centered.var(1, keepdims=True) + 1e-12) * gamma + beta
-    assert_close(wide, expected, 1e-12)
-    assert_close(got, expected, 16 * EPS32 * (np.abs(gamma) * 8 + np.abs(beta)))
+    assert_close(outputs[1], expected, 1e-12)
+    assert_close(outputs[0], expected, 16 * EPS32 * (np.abs(gamma) * 8 + np.abs(beta)))
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 64, 65, 1], [700]])
-def test_pooling(lengths: list[int]) -> None:
-    tokens = sum(lengths)
-    hidden, cu_seqlens = normal(tokens, 48) + 1, np.cumsum([0, *lengths]).astype(np.int32)
-    texts = [hidden[start:end] for start, end in pairwise(cu_seqlens)]
-    first, _ = both(Pool(48, "cls"), (len(lengths), 48), hidden, cu_seqlens)
-    assert np.array_equal(first, np.stack([text[0] for text in texts]))
-    mean, _ = both(Pool(48, "mean"), (len(lengths), 48), hidden, cu_seqlens)
+def test_mean_pool(lengths: list[int]) -> None:
+    tokens, num_texts = sum(lengths), len(lengths)
+    hidden, cu_seqlens = normal(tokens, 48) + 1, np.cumsum([0, *lengths, 0, 0]).astype(np.int32)
+    texts = [hidden[start:end] for start, end in pairwise(cu_seqlens[: num_texts + 1])]
+    mean, _ = both(MeanPool(48), (num_texts + 2, 48), hidden, cu_seqlens)
     # 64 additions in a block, then one for each block, then the division.
     bound = [(64 + len(text) // 64 + 1) * EPS32 * np.abs(text).mean(axis=0, dtype=np.float64) for text in texts]
-    assert_close(mean, np.stack([text.mean(axis=0, dtype=np.float64) for text in texts]), np.stack(bound))
+    exact = np.stack([text.mean(axis=0, dtype=np.float64) for text in texts])
+    assert_close(mean[:num_texts], exact, np.stack(bound))
+    assert np.isnan(mean[num_texts:]).all(), "an empty text was written"
+
+
+def test_gather_rows() -> None:
+    x, rows = normal(9, 48), np.array([8, 0, 3, 8, 99], np.int32)
+    got = run(GatherRows(48, DType.F32), np.empty((5, 48), np.float32), x, rows, count(4))
+    assert np.array_equal(got[:4], x[rows[:4]]) and np.isnan(got[4]).all()
 
 
 def test_l2_normalize() -> None:
@@ -258,17 +321,21 @@ def test_cast_rounds_to_nearest_even() -> None:
     assert np.isnan(back[~finite]).all()
 
 
+COUNT = ((1,), "i4")
 CONTRACTS: list[tuple[Operator, list[tuple[tuple[int, ...], Any]]]] = [
-    (Linear(8, 4), [((3, 4), "f4"), ((3, 8), "f4"), ((4, 8), "f4"), ((4,), "f4")]),
-    (Attention(2, 4), [((3, 8), "f4"), ((3, 24), "f4"), ((2,), "i4")]),
-    (AddLayerNorm(8, 1e-5), [((3, 8), "f4"), ((3, 8), "f4"), ((3, 8), "f4"), ((8,), "f4"), ((8,), "f4")]),
+    (Linear(8, 4), [((3, 4), "f4"), ((3, 8), "f4"), ((4, 8), "f4"), ((4,), "f4"), COUNT]),
+    (Attention(2, 4), [((3, 8), "f4"), ((3, 24), "f4"), ((2, 3), "i4")]),
+    (AddLayerNorm(8, 1e-5), [((3, 8), "f4"), ((3, 8), "f4"), ((3, 8), "f4"), ((8,), "f4"), ((8,), "f4"), COUNT]),
     (
         EmbedLayerNorm(8, 1e-5),
-        [((3, 8), "f4"), ((3,), "i4"), ((3,), "i4"), *[((5, 8), "f4")] * 3, ((8,), "f4"), ((8,), "f4")],
+        [*[((3, 8), "f4")] * 2, *[((3,), "i4")] * 2, *[((5, 8), "f4")] * 3, ((8,), "f4"), ((8,), "f4"), COUNT],
     ),
-    (Pool(8, "mean"), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4")]),
+    (MeanPool(8), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4")]),
+    (GatherRows(8, DType.F32), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4"), COUNT]),
     (L2Normalize(8), [((2, 8), "f4"), ((2, 8), "f4")]),
     (Cast(DType.F16, DType.F32), [((2, 8), "f4"), ((2, 8), "f2")]),
+    (Split(DType.F16), [((2, 8), "u4"), ((2, 8), "f2")]),
+    (RowBounds(8), [((1,), "f4"), ((2, 8), "u4")]),
 ]
 
 
@@ -289,5 +356,5 @@ def test_the_contract_names_the_tensor_that_does_not_fit(
         if op.name != "cast":  # of one shape, whichever it is
             with pytest.raises(ShapeError, match=f"^{op.name}: `"):
                 op.check(*wrong_rank, *scalars)
-    with pytest.raises(ShapeError, match="out"):
-        op.check(np.zeros((7, *tensors[0].shape[1:]), np.float32), *tensors[1:], *scalars)
+    with pytest.raises(ShapeError, match=r"out|bound"):
+        op.check(np.zeros((7, *tensors[0].shape[1:]), tensors[0].dtype), *tensors[1:], *scalars)

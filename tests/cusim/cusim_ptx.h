@@ -75,6 +75,10 @@ void wait_for_wgmma(int num_pending_groups);
 
 }  // namespace cusim
 
+// One kernel runs at a time.
+inline void grid_launch_next() {}
+inline void grid_wait() {}
+
 float cvt_f32_f16(unsigned short bits);
 unsigned short cvt_f16_f32(float value);
 inline unsigned short cvt_bf16_f32(float value) {

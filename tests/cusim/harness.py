@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gkd.dtype import DType
 from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap
 
 Array = NDArray[Any]
@@ -96,16 +97,16 @@ def run(
     """
     launch = plan.launch(*tensors)
     if 0 in launch.grid:
-        raise CusimError(f"{plan.spec.name}: the grid {launch.grid} is empty")
+        raise CusimError(f"{launch.spec.name}: the grid {launch.grid} is empty")
     grid_x, *grid_yz = launch.grid
     if launch.persistent:
         grid_x = min(grid_x, num_sms)
-    binary = build(plan.spec, sanitize=sanitize, arch=arch, sources=sources)
+    binary = build(launch.spec, sanitize=sanitize, arch=arch, sources=sources)
     kinds = "".join(_kind(argument) for argument in launch.arguments)
     shape = struct.pack("<6I", grid_x, *grid_yz, launch.num_threads, launch.smem_bytes, order)
     error = (_run_program if sanitize else _run_library)(binary, shape, kinds, launch)
     if error:
-        raise CusimError(f"{plan.spec.name}: {error}")
+        raise CusimError(f"{launch.spec.name}: {error}")
 
 
 def build(spec: KernelSpec, *, sanitize: bool = False, arch: int = 80, sources: Path = KERNELS) -> Path:
@@ -229,10 +230,15 @@ def _kind(argument: Any) -> str:
     if isinstance(argument, np.ndarray):
         if not argument.flags.c_contiguous:
             raise CusimError("a tensor is not contiguous")
-        return str(argument.itemsize)
+        return str(_halves(argument).itemsize)
     if isinstance(argument, float | int) and not isinstance(argument, bool):
         return "f" if isinstance(argument, float) else "i"
     raise CusimError(f"a kernel takes arrays, tensor maps, int and float, not {type(argument).__name__}")
+
+
+def _halves(array: Array) -> Array:
+    """What a kernel sees of it: of a split tensor the f16 that its rows are made of."""
+    return array.view(np.float16) if array.dtype == DType.SPLIT.storage else array
 
 
 def _check_tensor_map(argument: TensorMap) -> None:
@@ -251,7 +257,7 @@ def _check_tensor_map(argument: TensorMap) -> None:
 def _value(argument: Any, place: Callable[[Array], int]) -> bytes:
     """What the kernel's parameter is made of, in at least 8 bytes; `place` says what stands for an array."""
     if isinstance(argument, TensorMap):
-        matrix = argument.tensor
+        matrix = _halves(argument.tensor)
         return struct.pack("<3Q2I96x", place(matrix), *matrix.shape, matrix.itemsize, argument.box_rows)
     if isinstance(argument, np.ndarray):
         return struct.pack("<Q", place(argument))

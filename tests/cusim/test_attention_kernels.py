@@ -9,7 +9,7 @@ import pytest
 
 from gkd.dtype import DType
 from gkd.kernel import KernelPlan
-from gkd.ops.attention import Attention, AttentionKernel
+from gkd.ops.attention import Attention, AttentionKernel, attention_work
 from gkd.ops.contract import Array
 from tests.cusim.harness import FORWARD, ORDERS, build_all, run
 from tests.numerics import UNIT, assert_close, narrowed, poisoned, widened
@@ -25,6 +25,8 @@ class Case:
     num_heads: int
     head_dim: int
     arch: int = 80
+    block_idx: int = -1
+    """Which of the kernel's block sizes."""
 
     @property
     def op(self) -> Attention:
@@ -35,11 +37,15 @@ class Case:
         return self.op.plan(self.dtype, self.arch)
 
     @property
+    def block_q(self) -> int:
+        return self.op.block_sizes(self.dtype, self.arch)[self.block_idx]
+
+    @property
     def width(self) -> int:
         return self.num_heads * self.head_dim
 
     def __str__(self) -> str:
-        return f"{self.kernel}-{self.dtype.value}-{self.num_heads}x{self.head_dim}-sm_{self.arch}"
+        return f"{self.kernel}-{self.dtype.value}-{self.num_heads}x{self.head_dim}-sm_{self.arch}-q{self.block_q}"
 
 
 CASES = (
@@ -58,6 +64,10 @@ CASES = (
     Case("wgmma", DType.BF16, 2, 64, arch=90),
     Case("wgmma", DType.F16, 1, 64, arch=90),
     Case("wgmma", DType.BF16, 1, 128, arch=90),
+    Case("wgmma", DType.BF16, 2, 64, arch=90, block_idx=0),
+    Case("wgmma", DType.F16, 1, 128, arch=90, block_idx=0),
+    Case("simt", DType.SPLIT, 2, 64, arch=90),
+    Case("plain", DType.SPLIT, 1, 80, arch=90),
 )
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -65,24 +75,25 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     for arch in {case.arch for case in CASES}:
-        build_all([case.plan.spec for case in CASES if case.arch == arch], arch=arch)
+        build_all([spec for case in CASES if case.arch == arch for spec in case.plan.specs], arch=arch)
 
 
 @cache
 def packed(case: Case, scale: float = 1.0) -> Array:
     """qkv of all texts."""
     rng = np.random.default_rng(17)
-    return narrowed(scale * rng.standard_normal((sum(LENGTHS), 3 * case.width), dtype=np.float32), case.dtype)
+    return narrowed(scale * rng.standard_normal((sum(LENGTHS), 3 * case.width), dtype=np.float32), case.dtype.summand)
 
 
 def attend(
-    case: Case, qkv: Array, lengths: tuple[int, ...], order: int = FORWARD, sanitize: bool = False, longest: int = 0
+    case: Case, qkv: Array, lengths: tuple[int, ...], order: int = FORWARD, sanitize: bool = False, num_empty: int = 0
 ) -> Array:
     """The output, over memory in which an element left unwritten is a NaN; the rows after it stay as they were."""
     memory = poisoned((len(qkv) + 2, case.width), case.dtype)
     out = memory[: len(qkv)]
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    arguments = (out, qkv, cu_seqlens, max(longest, *lengths))
+    work = np.pad(attention_work(cu_seqlens, case.block_q), ((0, num_empty), (0, 0)))
+    arguments = (out, qkv, work, case.block_q)
     case.op.check(*arguments)
     run(case.plan, *arguments, order=order, sanitize=sanitize, arch=case.arch)
     assert (memory[len(qkv) :].view(np.uint8) == 0xFF).all(), "rows past the end were written"
@@ -95,7 +106,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 def reference(case: Case, qkv: Array, lengths: tuple[int, ...]) -> Array:
     out = np.full((len(qkv), case.width), np.nan)
-    case.op.reference(out, qkv, np.cumsum([0, *lengths]).astype(np.int32), max(lengths))
+    case.op.reference(out, qkv, attention_work(np.cumsum([0, *lengths]), 256), 256)
     return out
 
 
@@ -138,7 +149,7 @@ def test_matches_float64_in_any_schedule(case: Case, scale: float) -> None:
 def test_a_long_text_goes_round_the_stages(case: Case, order: int) -> None:
     lengths = (3, 1100)
     rng = np.random.default_rng(19)
-    qkv = narrowed(rng.standard_normal((sum(lengths), 3 * case.width), dtype=np.float32), case.dtype)
+    qkv = narrowed(rng.standard_normal((sum(lengths), 3 * case.width), dtype=np.float32), case.dtype.summand)
     wide = widened(qkv)
     assert_close(attend(case, qkv, lengths, order), reference(case, wide, lengths), bound(case, wide, lengths))
 
@@ -147,7 +158,7 @@ def test_a_long_text_goes_round_the_stages(case: Case, order: int) -> None:
 def test_fp32_is_as_exact_as_numpy(case: Case) -> None:
     qkv = packed(case)
     want, by_numpy = reference(case, widened(qkv), LENGTHS), poisoned((len(qkv), case.width), DType.F32)
-    case.op.reference(by_numpy, qkv, np.cumsum([0, *LENGTHS]).astype(np.int32), max(LENGTHS))
+    case.op.reference(by_numpy, qkv, attention_work(np.cumsum([0, *LENGTHS]), 256), 256)
     error, error_of_numpy = (np.sqrt(np.square(out - want).mean()) for out in (attend(case, qkv, LENGTHS), by_numpy))
     assert error <= 1.5 * error_of_numpy
 
@@ -164,10 +175,10 @@ def test_a_text_has_its_bits_alone_and_in_any_company(case: Case) -> None:
     qkv = packed(case)
     together = attend(case, qkv, LENGTHS)
     for length, (start, end) in zip(LENGTHS, pairwise(np.cumsum([0, *LENGTHS])), strict=True):
-        alone = attend(case, qkv[start:end].copy(), (length,), longest=300)
+        alone = attend(case, qkv[start:end].copy(), (length,), num_empty=3)
         assert same_bits(alone, together[start:end])
         # In another place, among texts that spoil whatever they touch.
-        company = narrowed(np.full((length + 8, 3 * case.width), np.nan), case.dtype)
+        company = narrowed(np.full((length + 8, 3 * case.width), np.nan), case.dtype.summand)
         company[5:-3] = qkv[start:end]
         assert same_bits(attend(case, company, (5, length, 3))[5:-3], together[start:end])
 
@@ -185,16 +196,17 @@ def test_a_nan_stays_in_its_text(case: Case) -> None:
     qkv = packed(case).copy()
     clean = attend(case, qkv, LENGTHS)
     start, end = 18, 148
-    qkv[end - 1, case.width] = narrowed(np.array([np.nan]), case.dtype)[0]  # the first head's last key
-    out = attend(case, qkv, LENGTHS)
-    assert np.isnan(widened(out[start:end, : case.head_dim])).all()
+    qkv[end - 1, case.width] = narrowed(np.array([np.nan]), case.dtype.summand)[0]  # the first head's last key
+    out, clean = widened(attend(case, qkv, LENGTHS)), widened(clean)
+    assert np.isnan(out[start:end, : case.head_dim]).all()
     out[start:end, : case.head_dim] = clean[start:end, : case.head_dim]
     assert same_bits(out, clean)
 
 
 def test_auto_takes_tensor_cores_where_it_can() -> None:
     def name(head_dim: int, dtype: DType, arch: int) -> str:
-        return Attention(3, head_dim).plan(dtype, arch).spec.name
+        [name] = {spec.name for spec in Attention(3, head_dim).plan(dtype, arch).specs}
+        return name
 
     assert {name(dim, dtype, 80) for dim in (32, 64, 128) for dtype in (DType.F16, DType.BF16)} == {"attention_mma"}
     assert {name(64, DType.F32, 90), name(32, DType.F16, 75), name(128, DType.BF16, 75)} == {"attention_simt"}
@@ -205,14 +217,31 @@ def test_auto_takes_tensor_cores_where_it_can() -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
 def test_shared_memory_fits_a_block(dtype: DType, head_dim: int, arch: int) -> None:
-    kernel_smem_bytes = (
-        Attention(1, head_dim)
-        .plan(dtype, arch)
-        .launch(
-            *(np.empty(shape, dtype.storage) for shape in ((1, head_dim), (1, 3 * head_dim))),
-            np.array([0, 1], np.int32),
-            1,
-        )
-        .smem_bytes
-    )
-    assert kernel_smem_bytes <= {75: 64, 90: 227}.get(arch, 99) << 10
+    op = Attention(1, head_dim)
+    out, qkv = (np.empty(shape, dtype.storage) for shape in ((1, head_dim), (1, 3 * head_dim)))
+    for block_q in op.block_sizes(dtype, arch):
+        launch = op.plan(dtype, arch).launch(out, qkv, np.array([[0, 1, 0]], np.int32), block_q)
+        assert launch.smem_bytes <= {75: 64, 90: 227}.get(arch, 99) << 10
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_number_of_queries_of_a_block_does_not_show(head_dim: int) -> None:
+    small, large = (Case("wgmma", DType.BF16, 1, head_dim, arch=90, block_idx=index) for index in (0, -1))
+    qkv = packed(small)
+    assert small.block_q < large.block_q
+    assert same_bits(attend(small, qkv, LENGTHS), attend(large, qkv, LENGTHS))
+
+
+def test_only_what_an_item_names_is_computed() -> None:
+    case = CASES[3]
+    qkv = packed(case)
+    cu_seqlens = np.cumsum([0, *LENGTHS])
+    work = attention_work(cu_seqlens, case.block_q)
+    firsts = work[work[:, 2] == 0]
+    out = poisoned((len(qkv), case.width), case.dtype)
+    run(case.plan, out, qkv, firsts, case.block_q, arch=case.arch)
+    everything = attend(case, qkv, LENGTHS)
+    for start, length, _ in firsts.tolist():
+        end = start + min(length, case.block_q)
+        assert same_bits(out[start:end], everything[start:end])
+        assert np.isnan(out[end : start + length]).all()

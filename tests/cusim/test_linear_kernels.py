@@ -1,5 +1,6 @@
 """linear_simt, linear_mma and linear_wgmma on the CPU: against float64, in their order of sums, and row by row."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -7,14 +8,11 @@ import numpy as np
 import pytest
 
 from gkd.dtype import DType
-from gkd.kernel import KernelPlan
-from gkd.ops.cast import Cast
+from gkd.kernel import KernelPlan, KernelSpec
 from gkd.ops.contract import Array
-from gkd.ops.linear import Activation, Linear, LinearKernel, _mma_tiling, _wgmma_tiling
+from gkd.ops.linear import _MMA, _MMA_FEW_ROWS, Activation, Linear, LinearKernel, _mma_tiling, _wgmma_tiling
 from tests.cusim.harness import FORWARD, ORDERS, build_all, run
-
-UNIT_ROUNDOFF = {DType.F32: 2.0**-24, DType.F16: 2.0**-11, DType.BF16: 2.0**-8}
-SMALLEST_NORMAL = {DType.F32: 2.0**-126, DType.F16: 2.0**-14, DType.BF16: 2.0**-126}
+from tests.numerics import assert_close, narrowed, poisoned, widened
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,15 @@ class Case:
     out_features: int
     activation: Activation
     arch: int = 80
+    to_sum: bool = False
+
+    @property
+    def out_dtype(self) -> DType:
+        return self.dtype.summand if self.to_sum else self.dtype
 
     @property
     def op(self) -> Linear:
-        return Linear(self.in_features, self.out_features, self.activation, self.kernel)
+        return Linear(self.in_features, self.out_features, self.activation, kernel=self.kernel, to_sum=self.to_sum)
 
     @property
     def plan(self) -> KernelPlan:
@@ -40,7 +43,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"{self.in_features}-{self.out_features}"
-        return f"{self.kernel}-{self.dtype.value}-{sizes}-{self.activation}-sm_{self.arch}"
+        return f"{self.kernel}-{self.dtype.value}-{sizes}-{self.activation}-sm_{self.arch}{'-sum' * self.to_sum}"
 
 
 CASES = (
@@ -57,8 +60,15 @@ CASES = (
     Case("wgmma", DType.F16, 80, 136, "gelu", arch=90),
     Case("wgmma", DType.BF16, 328, 264, "none", arch=90),  # of 300 rows a block has 4 or 5 tiles
     Case("wgmma", DType.F16, 712, 136, "gelu", arch=90),  # one tile goes more than twice round the stages
+    Case("wgmma", DType.SPLIT, 64, 8, "none", arch=90),  # one chunk
+    Case("wgmma", DType.SPLIT, 192, 136, "gelu", arch=90),
+    Case("wgmma", DType.SPLIT, 512, 264, "none", arch=90, to_sum=True),
+    Case("mma", DType.SPLIT, 64, 8, "none"),
+    Case("mma", DType.SPLIT, 192, 40, "gelu"),
+    Case("mma", DType.SPLIT, 1216, 24, "none", to_sum=True),  # a warp has more chunks than stages
 )
-WGMMA_CASES = tuple(case for case in CASES if case.kernel == "wgmma")
+KERNELS_OF_SPLIT: tuple[tuple[LinearKernel, int], ...] = (("wgmma", 90), ("mma", 80))
+WGMMA_CASES = tuple(case for case in CASES if case.kernel == "wgmma" and case.dtype is not DType.SPLIT)
 
 
 def mma_of(case: Case) -> Case:
@@ -72,23 +82,18 @@ cases_and_rows = pytest.mark.parametrize(
 )
 
 
+def specs(case: Case) -> set[KernelSpec]:
+    """Of the launches of this module: for few rows there are kernels of their own."""
+    weight, bias = np.empty((case.out_features, case.in_features), case.dtype.storage), np.empty(case.out_features)
+    tensors = ((np.empty((n, case.out_features)), np.empty((n, case.in_features))) for n in case.rows)
+    return {case.plan.launch(out, x, weight, bias, np.array([1])).spec for out, x in tensors}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     for arch in {case.arch for case in CASES}:
-        build_all([case.plan.spec for case in CASES if case.arch == arch], arch=arch)
-    build_all([mma_of(case).plan.spec for case in WGMMA_CASES], sanitize=[False])
-
-
-def to_dtype(x: Array, dtype: DType) -> Array:
-    out = np.empty(x.shape, dtype.storage)
-    Cast(DType.F32, dtype).reference(out, x.astype(np.float32))
-    return out
-
-
-def to_float64(x: Array, dtype: DType) -> Array:
-    out = np.empty(x.shape, np.float32)
-    Cast(dtype, DType.F32).reference(out, x)
-    return out.astype(np.float64)
+        build_all([spec for case in CASES if case.arch == arch for spec in specs(case)], arch=arch)
+    build_all([spec for case in WGMMA_CASES for spec in specs(mma_of(case))], sanitize=[False])
 
 
 @cache
@@ -100,8 +105,8 @@ def operands(case: Case) -> tuple[Array, Array, Array]:
         rng.standard_normal((case.out_features, case.in_features)),
     )
     return (
-        to_dtype(x, case.dtype),
-        to_dtype(weight, case.dtype),
+        narrowed(x, case.dtype),
+        narrowed(weight, case.dtype),
         rng.standard_normal(case.out_features).astype(np.float32),
     )
 
@@ -116,29 +121,28 @@ def launch(
     num_sms: int = 2,
 ) -> Array:
     """The output, over memory in which an element left unwritten is a NaN; the rows after it stay as they were."""
-    poisoned = np.full((len(x) + 2, case.out_features), -1, np.dtype(f"i{case.dtype.itemsize}")).view(
-        case.dtype.storage
-    )
-    out = poisoned[: len(x)]
-    case.op.check(out, x, weight, bias)
-    run(case.plan, out, x, weight, bias, order=order, sanitize=sanitize, arch=case.arch, num_sms=num_sms)
-    assert (poisoned[len(x) :].view(np.uint8) == 0xFF).all(), "rows past the end were written"
-    return out
+    memory = poisoned((len(x) + 2, case.out_features), case.out_dtype)
+    arguments = (memory[: len(x)], x, weight, bias, np.array([len(x)], np.int32))
+    case.op.check(*arguments)
+    run(case.plan, *arguments, order=order, sanitize=sanitize, arch=case.arch, num_sms=num_sms)
+    assert (memory[len(x) :].view(np.uint8) == 0xFF).all(), "rows past the end were written"
+    return memory[: len(x)]
 
 
 def assert_exact_enough(case: Case, out: Array, x: Array, weight: Array, bias: Array) -> None:
-    x, weight, bias = to_float64(x, case.dtype), to_float64(weight, case.dtype), bias.astype(np.float64)
+    x, weight, bias = widened(x), widened(weight), bias.astype(np.float64)
     expected = np.empty(out.shape)
-    case.op.reference(expected, x, weight, bias)
+    case.op.reference(expected, x, weight, bias, np.array([len(x)]))
+    magnitude = np.abs(x) @ np.abs(weight.T) + np.abs(bias)
     # in_features products and the bias are added one after another, in any order and with 1 ulp of fp32 an addition.
-    bound = (case.in_features + 1) * 2.0**-23 * (np.abs(x) @ np.abs(weight.T) + np.abs(bias))
+    bound = (case.in_features + 1) * 2.0**-23 * magnitude
+    if case.dtype is DType.SPLIT:
+        # Three products for one, and the fourth, of the low parts, is left out: 2^-11 of each factor.
+        bound = 3 * bound + 2.0**-22 * magnitude
     if case.activation == "gelu":
         # Its slope is 1.13 at most; its own error is that of test_gelu_over_its_range.
         bound = 1.13 * bound + 2.0**-22 * np.abs(x @ weight.T + bias)
-    # The one rounding to T.
-    bound += UNIT_ROUNDOFF[case.dtype] * np.maximum(np.abs(expected) + bound, SMALLEST_NORMAL[case.dtype])
-    error = np.abs(to_float64(out, case.dtype) - expected)
-    assert (error <= bound).all(), f"{np.where(np.isnan(error), np.inf, error / bound).max()} times the bound"
+    assert_close(out, expected, bound)
 
 
 @cases_and_rows
@@ -154,8 +158,8 @@ def test_matches_float64_in_any_schedule(case: Case, num_rows: int) -> None:
 def test_reads_and_writes_inside_its_arrays(case: Case, num_rows: int) -> None:
     x, weight, bias = operands(case)
     x = x[:num_rows].copy()
-    out = np.zeros((num_rows, case.out_features), case.dtype.storage)
-    run(case.plan, out, x, weight, bias, sanitize=True, arch=case.arch)
+    out = np.zeros((num_rows, case.out_features), case.out_dtype.storage)
+    run(case.plan, out, x, weight, bias, np.array([num_rows], np.int32), sanitize=True, arch=case.arch)
     assert np.array_equal(out, launch(case, x, weight, bias))
 
 
@@ -168,7 +172,7 @@ def test_a_row_has_its_bits_alone_and_in_any_company(case: Case) -> None:
         assert np.array_equal(alone[0], together[row])
         # In another place, among rows that spoil whatever they touch.
         for place in (2, 70):
-            company = to_dtype(np.full((101, case.in_features), np.nan), case.dtype)
+            company = narrowed(np.full((101, case.in_features), np.nan), case.dtype)
             company[place] = x[row]
             assert np.array_equal(launch(case, company, weight, bias)[place], together[row])
 
@@ -178,16 +182,31 @@ def test_a_column_has_its_bits_in_any_place(case: Case) -> None:
     x, weight, bias = operands(case)
     x = x[:17].copy()
     turn = case.out_features // 2 + 1
-    turned = launch(case, x, np.roll(weight, turn, axis=0), np.roll(bias, turn))
-    assert np.array_equal(turned, np.roll(launch(case, x, weight, bias), turn, axis=1))
+    turned = widened(launch(case, x, np.roll(weight, turn, axis=0), np.roll(bias, turn)))
+    assert np.array_equal(turned, np.roll(widened(launch(case, x, weight, bias)), turn, axis=1))
 
 
 def test_the_shape_of_tiles_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in CASES if case.kernel == "mma" and case.in_features == 328)
     x, weight, bias = operands(case)
-    expected = launch(case, x, weight, bias)
-    monkeypatch.setattr("gkd.ops.linear._MMA", _mma_tiling(64, 128, num_stages=2))
-    assert np.array_equal(launch(case, x, weight, bias), expected)
+    tilings = [_MMA, _mma_tiling((64, 128), (64, 64), num_stages=2), *(tiling for _, tiling in _MMA_FEW_ROWS)]
+    outputs = []
+    for tiling in tilings:
+        monkeypatch.setattr("gkd.ops.linear._MMA_FEW_ROWS", ((math.inf, tiling),))
+        outputs.append(launch(case, x, weight, bias))
+    assert all(np.array_equal(out, outputs[0]) for out in outputs)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 40])
+@cases
+def test_rows_past_the_count_cost_and_change_nothing(case: Case, num_rows: int) -> None:
+    x, weight, bias = operands(case)
+    x = x[:100].copy()
+    together = launch(case, x, weight, bias)
+    x[num_rows:] = poisoned((100 - num_rows, case.in_features), case.dtype)
+    out = poisoned((100, case.out_features), case.out_dtype)
+    run(case.plan, out, x, weight, bias, np.array([num_rows], np.int32), arch=case.arch)
+    assert np.array_equal(out[:num_rows], together[:num_rows])
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -204,6 +223,13 @@ def test_wgmma_has_the_bits_of_mma_on_any_number_of_blocks(case: Case) -> None:
     x, weight, bias = operands(case)
     expected = launch(mma_of(case), x, weight, bias)
     assert all(np.array_equal(launch(case, x, weight, bias, num_sms=num_sms), expected) for num_sms in (1, 2, 3, 99))
+
+
+@pytest.mark.parametrize("to_sum", [False, True])
+def test_split_operands_have_the_same_bits_from_both_kernels(to_sum: bool) -> None:
+    many, few = (Case(kernel, DType.SPLIT, 512, 264, "gelu", arch, to_sum) for kernel, arch in KERNELS_OF_SPLIT)
+    x, weight, bias = operands(many)
+    assert np.array_equal(launch(many, x, weight, bias), launch(few, x, weight, bias))
 
 
 @pytest.mark.parametrize("in_features", [81, 500])
@@ -235,13 +261,14 @@ def test_gelu_over_its_range() -> None:
     out = launch(case, x, np.ones((1, 1), np.float32), np.zeros(1, np.float32))
     assert np.isnan(out[-1, 0]) and np.isposinf(out[-2, 0])
     finite, expected = x[:-2].astype(np.float64), np.empty((len(x) - 2, 1))
-    case.op.reference(expected, finite, np.ones((1, 1)), np.zeros(1))
+    case.op.reference(expected, finite, np.ones((1, 1)), np.zeros(1), np.array([len(finite)]))
     assert (np.abs(out[:-2] - expected) <= 2.0**-22 * np.maximum(np.abs(finite), 2.0**-126)).all()
 
 
 def test_auto_takes_tensor_cores_where_it_can() -> None:
     def name(in_features: int, dtype: DType, arch: int) -> str:
-        return Linear(in_features, 33).plan(dtype, arch).spec.name
+        [name] = {spec.name for spec in Linear(in_features, 33).plan(dtype, arch).specs}
+        return name
 
     assert name(80, DType.BF16, 80) == name(80, DType.F16, 120) == "linear_mma"
     assert name(80, DType.F32, 90) == name(80, DType.F16, 75) == name(500, DType.F16, 90) == "linear_simt"

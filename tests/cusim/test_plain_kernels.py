@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from gkd.dtype import DType
+from gkd.dtype import DType, dtype_of
 from gkd.kernel import KernelPlan
-from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, L2Normalize, Operator, Pool
+from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, GatherRows, L2Normalize, MeanPool, Operator
 from gkd.ops.contract import Array
 from tests.cusim.harness import ORDERS, RANDOM, build_all, run
 from tests.numerics import UNIT, assert_close, narrowed, poisoned, widened
@@ -54,15 +54,19 @@ def operators() -> list[tuple[Operator, DType]]:
     ops: list[tuple[Operator, DType]] = []
     for dtype, size in VARIANTS:
         ops += ((op, dtype) for op in (AddLayerNorm(size, EPS), EmbedLayerNorm(size, EPS)))
-        ops += ((op, dtype) for op in (Pool(size, "cls"), Pool(size, "mean")))
-    ops += ((L2Normalize(size), DType.F32) for size in NORM_SIZES)
+        ops += [(GatherRows(size, dtype), dtype)]
+    ops += ((op, DType.F32) for size in NORM_SIZES for op in (L2Normalize(size), MeanPool(size)))
     ops += ((Cast(source, target), target) for source, target in CASTS)
     return ops
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    build_all((op.plan(dtype, ARCH).spec for op, dtype in operators()), arch=ARCH)
+    build_all((spec for op, dtype in operators() for spec in op.plan(dtype, ARCH).specs), arch=ARCH)
+
+
+def count(number: int) -> Array:
+    return np.array([number], np.int32)
 
 
 def normal(*shape: int) -> Array:
@@ -102,32 +106,47 @@ def layer_norm_bound(total: Array, magnitude: Array, gamma: Array, beta: Array) 
     return np.asarray(np.abs(gamma) * error + 2 * U * (np.abs(gamma) * normalized + np.abs(beta)))
 
 
+def normalize(op: Operator, dtype: DType, mode: Mode, residual: Array, *inputs: Any) -> tuple[Array, Array]:
+    """out and residual, with two rows more than are computed, which must stay as they are."""
+    rows, size = residual.shape
+    sums = np.concatenate([residual, poisoned((2, size), DType.F32)])
+    out = sums if dtype is DType.F32 else poisoned(sums.shape, dtype)
+    run(op.plan(dtype, ARCH), out, sums, *inputs, order=mode.order, sanitize=mode.sanitize, arch=ARCH)
+    for tensor in (out, sums):
+        assert (tensor[rows:].view(np.uint8) == 0xFF).all(), "rows past the count were written"
+    return out[:rows], sums[:rows]
+
+
+def padded(x: Array) -> Array:
+    """With two rows of NaN that nothing may come of."""
+    filler = np.zeros((2, *x.shape[1:]), x.dtype) if x.dtype == np.int32 else poisoned((2, *x.shape[1:]), kind(x))
+    return np.concatenate([x, filler])
+
+
+def kind(x: Array) -> DType:
+    dtype = dtype_of(x)
+    assert dtype is not None
+    return dtype
+
+
 @modes
 @variants
 @pytest.mark.parametrize("rows", ROWS)
 def test_add_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> None:
     op = AddLayerNorm(size, EPS)
-    x, residual = narrowed(3 + normal(rows, size), dtype), narrowed(normal(rows, size), dtype)
+    x, residual = narrowed(3 + normal(rows, size), dtype), normal(rows, size)
     gamma, beta = normal(size), normal(size)
-    got = launcher(op.plan(dtype, ARCH), mode, (rows, size), dtype)(x, residual, gamma, beta)
-    wide_x, wide_residual = widened(x), widened(residual)
-    bound = layer_norm_bound(wide_x + wide_residual, np.abs(wide_x) + np.abs(wide_residual), gamma, beta)
-    assert_close(got, expected(op, (rows, size), x, residual, gamma, beta), bound)
+    out, sums = normalize(op, dtype, mode, residual, padded(x), gamma, beta, count(rows))
+    wide_x, want = widened(x), residual.astype(np.float64)
+    bound = layer_norm_bound(wide_x + want, np.abs(wide_x) + np.abs(want), gamma, beta)
+    op.reference(want, want, wide_x, gamma, beta, count(rows))
+    assert_close(sums, want, bound)
+    # The operand is the residual, rounded once.
+    assert np.array_equal(out, narrowed(sums, dtype))
 
-    alone = launcher(op.plan(dtype, ARCH), mode, (1, size), dtype)
     last = slice(rows - 1, rows)
-    assert np.array_equal(alone(x[last], residual[last], gamma, beta), got[last])
-
-
-@modes
-@pytest.mark.parametrize("overwritten", ["x", "residual"])
-def test_add_layer_norm_in_place(overwritten: str, mode: Mode) -> None:
-    plan = AddLayerNorm(33, EPS).plan(DType.F32, ARCH)
-    x, residual, gamma, beta = normal(5, 33), normal(5, 33), normal(33), normal(33)
-    apart = launcher(plan, mode, (5, 33), DType.F32)(x, residual, gamma, beta)
-    out = x if overwritten == "x" else residual
-    run(plan, out, x, residual, gamma, beta, order=mode.order, sanitize=mode.sanitize, arch=ARCH)
-    assert np.array_equal(out, apart)
+    alone, _ = normalize(op, dtype, mode, residual[last], padded(x[last]), gamma, beta, count(1))
+    assert np.array_equal(alone, out[last])
 
 
 @modes
@@ -141,34 +160,51 @@ def test_embed_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> Non
     input_ids[-1], position_ids[-1] = vocab_size - 1, num_positions - 1
     word, position = narrowed(normal(vocab_size, size), dtype), narrowed(normal(num_positions, size), dtype)
     token_type, gamma, beta = narrowed(normal(1, size), dtype), normal(size), normal(size)
-    inputs = (input_ids, position_ids, word, position, token_type, gamma, beta)
-    got = launcher(op.plan(dtype, ARCH), mode, (rows, size), dtype)(*inputs)
+    tables = (word, position, token_type, gamma, beta)
+    residual = poisoned((rows, size), DType.F32)
+    out, sums = normalize(op, dtype, mode, residual, padded(input_ids), padded(position_ids), *tables, count(rows))
     terms = np.stack([widened(word)[input_ids], widened(position)[position_ids], widened(token_type)[[0] * rows]])
     bound = layer_norm_bound(terms.sum(axis=0), np.abs(terms).sum(axis=0), gamma, beta)
-    assert_close(got, expected(op, (rows, size), *inputs), bound)
+    want = np.full((rows, size), np.nan)
+    wide = [widened(table) for table in tables]
+    op.reference(want, want, input_ids, position_ids, wide[0], wide[1], wide[2], wide[3], wide[4], count(rows))
+    assert_close(sums, want, bound)
+    assert np.array_equal(out, narrowed(sums, dtype))
 
-    alone = launcher(op.plan(dtype, ARCH), mode, (1, size), dtype)
-    assert np.array_equal(alone(input_ids[-1:], position_ids[-1:], *inputs[2:]), got[-1:])
+    last = (padded(input_ids[-1:]), padded(position_ids[-1:]))
+    alone, _ = normalize(op, dtype, mode, residual[:1], *last, *tables, count(1))
+    assert np.array_equal(alone, out[-1:])
 
 
 @modes
 @variants
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_pool(dtype: DType, size: int, pooling: Any, mode: Mode) -> None:
-    op = Pool(size, pooling)
-    plan, shape = op.plan(dtype, ARCH), (len(LENGTHS), size)
+def test_gather_rows(dtype: DType, size: int, mode: Mode) -> None:
+    x, rows = narrowed(normal(9, size), dtype), np.array([8, 0, 3, 8, 5, 99, 99], np.int32)
+    op, out = GatherRows(size, dtype), poisoned((7, size), dtype)
+    run(op.plan(dtype, ARCH), out, x, rows, count(5), order=mode.order, sanitize=mode.sanitize, arch=ARCH)
+    assert np.array_equal(out[:5], x[rows[:5]])
+    assert (out[5:].view(np.uint8) == 0xFF).all()
+
+
+@modes
+@pytest.mark.parametrize("size", NORM_SIZES)
+def test_mean_pool(size: int, mode: Mode) -> None:
+    op = MeanPool(size)
+    plan, shape = op.plan(DType.F32, ARCH), (len(LENGTHS), size)
     cu_seqlens = np.cumsum([0, *LENGTHS]).astype(np.int32)
-    hidden = narrowed(normal(sum(LENGTHS), size), dtype)
+    hidden = normal(sum(LENGTHS), size)
     got = launcher(plan, mode, shape, DType.F32)(hidden, cu_seqlens)
     # A mean: 64 additions, then one for each 64, and a division; of the absolute values' mean each.
     additions = np.array([[64 + length / 64 + 2] for length in LENGTHS])
     magnitude = expected(op, shape, np.abs(widened(hidden)), cu_seqlens)
-    bound = U * additions * magnitude if pooling == "mean" else np.zeros(shape)
-    assert_close(got, expected(op, shape, hidden, cu_seqlens), bound)
+    assert_close(got, expected(op, shape, hidden, cu_seqlens), U * additions * magnitude)
 
-    alone = launcher(plan, mode, (1, size), DType.F32)
+    alone = launcher(plan, mode, (3, size), DType.F32)
     for text, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        assert np.array_equal(alone(hidden[start:end], np.array([0, end - start], np.int32))[0], got[text])
+        # Beside two empty texts, which fill up a list.
+        with_empty = alone(hidden[start:end], np.array([0, *[end - start] * 3], np.int32))
+        assert np.array_equal(with_empty[0], got[text])
+        assert (with_empty[1:].view(np.uint8) == 0xFF).all()
 
 
 @modes

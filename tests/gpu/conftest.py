@@ -25,9 +25,11 @@ def device() -> Device:
     return choose_device(-1)
 
 
-@pytest.fixture(scope="module", params=[DType.F32, DType.F16, DType.BF16], ids=lambda dtype: dtype.value)
+@pytest.fixture(scope="module", params=[DType.F32, DType.SPLIT, DType.F16, DType.BF16], ids=lambda dtype: dtype.value)
 def backend(request: pytest.FixtureRequest, device: Device) -> Iterator[CudaBackend]:
     """A backend of each precision, with the device taken."""
+    if request.param is DType.SPLIT and device.capability != 90:
+        pytest.skip("split operands are for sm_90")
     backend = CudaBackend(device, request.param)
     backend.call(backend.acquire)
     yield backend

@@ -26,7 +26,8 @@ MODELS = {
     "bge-m3-geometry": replace(PRESETS["bge-m3"], vocab_size=2000, num_layers=4),
 }
 # Least cosine with the float32 CPU backend, which is itself tested against sentence-transformers.
-MIN_COSINE = {"f32": 0.99999, "f16": 0.999, "bf16": 0.999}
+# Precisely computed float32 is split or plain, as sizes allow.
+MIN_COSINE = {"split": 0.99999, "f32": 0.99999, "f16": 0.999, "bf16": 0.999}
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -36,7 +37,7 @@ def directory(request: pytest.FixtureRequest, device: Device, tmp_path_factory: 
     return path
 
 
-@pytest.fixture(scope="module", params=list(MIN_COSINE))
+@pytest.fixture(scope="module", params=["f32", "f16", "bf16"])
 def engine(request: pytest.FixtureRequest, directory: Path) -> Iterator[Embed]:
     with Embed.open(directory, dtype=request.param) as engine:
         assert engine.backend == "cuda"

@@ -1,6 +1,5 @@
 """Each operator's kernels against the NumPy reference in float64, on the device."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +9,28 @@ from numpy.typing import NDArray
 
 from gkd.cuda import CudaBackend
 from gkd.dtype import DType, dtype_of
-from gkd.ops import AddLayerNorm, Attention, Cast, EmbedLayerNorm, L2Normalize, Linear, Operator, Pool
+from gkd.ops import (
+    AddLayerNorm,
+    Attention,
+    Cast,
+    EmbedLayerNorm,
+    GatherRows,
+    L2Normalize,
+    Linear,
+    MeanPool,
+    Operator,
+    RowBounds,
+    Split,
+)
+from gkd.ops.attention import attention_work
 from gkd.tensor import Tensor
-from tests.numerics import UNIT, narrowed, poisoned, widened
+from tests.numerics import SMALLEST_NORMAL, UNIT, narrowed, poisoned, widened
 
 RNG = np.random.default_rng(11)
+
+
+def count(number: int) -> NDArray[np.int32]:
+    return np.array([number], np.int32)
 
 
 def on_device(backend: CudaBackend, op: Operator, out: NDArray[Any], *inputs: Any) -> NDArray[Any]:
@@ -53,7 +69,7 @@ def expected(op: Operator, shape: tuple[int, ...], *inputs: Any) -> NDArray[Any]
 def assert_close(got: NDArray[Any], want: NDArray[Any], dtype: DType, bound: NDArray[Any] | float) -> None:
     """Within `bound`, plus one rounding to the type that the output is stored in. NaN fails."""
     error = np.abs(widened(got) - want)
-    ok = error <= bound + UNIT[dtype] * np.abs(want)
+    ok = error <= bound + UNIT[dtype] * np.maximum(np.abs(want), SMALLEST_NORMAL[dtype])
     worst = np.unravel_index(np.nanargmax(np.where(ok, 0, error)), error.shape) if not ok.all() else None
     assert ok.all(), f"{(~ok).sum()} of {ok.size} out of bounds, worst at {worst}: {error[worst]} for {want[worst]}"
 
@@ -65,7 +81,7 @@ def normal(*shape: int) -> NDArray[np.float32]:
 LINEARS = [(64, 48), (80, 240), (240, 500), (384, 1152), (1536, 384), (1024, 4096), (4096, 1024)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17, 130, 1000])
+@pytest.mark.parametrize("rows", [1, 2, 17, 60, 130, 1000])
 @pytest.mark.parametrize(("in_features", "out_features"), LINEARS)
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("kernel", ["simt", "mma", "wgmma"])
@@ -73,54 +89,67 @@ def test_linear(
     backend: CudaBackend, rows: int, in_features: int, out_features: int, activation: Any, kernel: Any
 ) -> None:
     dtype = backend.dtype
-    if kernel != "simt":
-        need_tensor_cores(backend, kernel)
-    if kernel == "wgmma" and out_features % 8 != 0:
-        pytest.skip("rows of the results have to start at 16 bytes")
+    need_kernel(backend, kernel)
+    op = Linear(in_features, out_features, activation, kernel=kernel)
+    if (kernel == "wgmma" and out_features % 8 != 0) or (dtype is DType.SPLIT and not op.takes_split(90)):
+        pytest.skip("sizes that the kernel does not take")
     x, weight = narrowed(normal(rows, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
     bias = normal(out_features)
-    op = replace(Linear(in_features, out_features, activation), kernel=kernel)
-    got = on_device(backend, op, np.empty((rows, out_features), dtype.storage), x, weight, bias)
-    want = expected(op, (rows, out_features), x, weight, bias)
+    got = on_device(backend, op, np.empty((rows, out_features), dtype.storage), x, weight, bias, count(rows))
+    want = expected(op, (rows, out_features), x, weight, bias, count(rows))
     size = np.abs(widened(x)) @ np.abs(widened(weight).T) + np.abs(bias)
     # fp32 sums: a chain of 64 and then one of the chunks, or one chain with the tensor core's truncation.
     chain = 64 + in_features / 64 if kernel == "simt" else 2 * in_features
+    if dtype is DType.SPLIT:
+        # Three chains of 64 with the tensor core's truncation, the chunks, and the product of low parts, left out.
+        chain = 2 * 3 * 64 + in_features / 64 + 4
     assert_close(got, want, dtype, chain * UNIT[DType.F32] * size)
 
 
-def need_tensor_cores(backend: CudaBackend, kernel: str) -> None:
-    if backend.dtype is DType.F32:
-        pytest.skip("the tensor-core kernels are for 16-bit types")
+def need_kernel(backend: CudaBackend, kernel: str) -> None:
+    dtype = backend.dtype
+    if (dtype is DType.SPLIT and kernel == "simt") or (dtype is DType.F32 and kernel != "simt"):
+        pytest.skip(f"{kernel} does not take {dtype.value}")
     if kernel == "wgmma" and backend.device.capability != 90:
         pytest.skip("wgmma is an instruction of sm_90")
 
 
-@pytest.mark.parametrize("rows", [1, 130, 3000])
-@pytest.mark.parametrize(("in_features", "out_features"), [(80, 240), (1024, 4096), (4096, 1024)])
-def test_linear_wgmma_has_the_bits_of_mma(backend: CudaBackend, rows: int, in_features: int, out_features: int) -> None:
-    need_tensor_cores(backend, "wgmma")
+@pytest.mark.parametrize("rows", [1, 17, 40, 100, 400, 3000])
+@pytest.mark.parametrize(("in_features", "out_features"), [(128, 240), (1024, 4096), (4096, 1024)])
+def test_linear_has_the_bits_of_wgmma_from_every_kernel(
+    backend: CudaBackend, rows: int, in_features: int, out_features: int
+) -> None:
     dtype = backend.dtype
+    if dtype is DType.F32:
+        pytest.skip("it has one kernel")
+    need_kernel(backend, "wgmma")
     x, weight = narrowed(normal(rows, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
     bias, out = normal(out_features), np.empty((rows, out_features), dtype.storage)
-    by_wgmma, by_mma = (
-        on_device(backend, Linear(in_features, out_features, "gelu", kernel), out, x, weight, bias)
-        for kernel in ("wgmma", "mma")
-    )
-    assert np.array_equal(by_wgmma, by_mma)
+    kernels: tuple[Any, ...] = ("wgmma", "mma", "auto")
+    outputs = [
+        on_device(backend, Linear(in_features, out_features, "gelu", kernel=kernel), out, x, weight, bias, count(rows))
+        for kernel in kernels
+    ]
+    assert all(np.array_equal(output, outputs[0]) for output in outputs)
 
 
-def test_linear_rows_have_the_same_bits_in_any_company(backend: CudaBackend) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1, 13, 100, 700])
+def test_linear_rows_have_the_same_bits_in_any_company(backend: CudaBackend, num_rows: int) -> None:
+    """Alone, among others, and as the first of a tensor of which the rest is not computed."""
     dtype = backend.dtype
     for in_features, out_features in ((384, 1152), (1024, 1024)):
         op = Linear(in_features, out_features)
         x, weight = narrowed(normal(700, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
         bias = normal(out_features)
-        together = on_device(backend, op, np.empty((700, out_features), dtype.storage), x, weight, bias)
+
+        def run(x: Any, rows: int, op: Linear = op, weight: Any = weight, bias: Any = bias) -> Any:
+            out = np.empty((len(x), op.out_features), dtype.storage)
+            return on_device(backend, op, out, x, weight, bias, count(rows))
+
+        together = run(x, 700)
+        assert np.array_equal(run(x, num_rows)[:num_rows], together[:num_rows])
         for first, last in ((0, 1), (13, 14), (3, 20), (100, 165), (1, 300), (399, 700)):
-            apart = on_device(
-                backend, op, np.empty((last - first, out_features), dtype.storage), x[first:last].copy(), weight, bias
-            )
-            assert np.array_equal(apart, together[first:last])
+            assert np.array_equal(run(x[first:last].copy(), last - first), together[first:last])
 
 
 ATTENTIONS = [
@@ -136,94 +165,161 @@ ATTENTIONS = [
 ]
 
 
+def attend(
+    backend: CudaBackend, op: Attention, qkv: NDArray[Any], lengths: list[int], block_q: int | None = None
+) -> NDArray[Any]:
+    sizes = op.block_sizes(backend.dtype, backend.arch)
+    block_q = block_q or sizes[-1]
+    # Empty items do nothing.
+    work = np.pad(attention_work(np.cumsum([0, *lengths]), block_q), ((0, 3), (0, 0)))
+    out = np.empty((len(qkv), op.num_heads * op.head_dim), backend.dtype.storage)
+    return on_device(backend, op, out, qkv, work, block_q)
+
+
 @pytest.mark.parametrize(("head_dim", "kernel"), ATTENTIONS)
 @pytest.mark.parametrize("lengths", [[1], [2, 17, 64, 65, 130], [512, 3, 1000]])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_attention(backend: CudaBackend, head_dim: int, kernel: Any, lengths: list[int], scale: float) -> None:
-    if kernel == "mma":
-        need_tensor_cores(backend, kernel)
     dtype, num_heads, tokens = backend.dtype, 3, sum(lengths)
-    qkv = narrowed(scale * normal(tokens, 3 * num_heads * head_dim), dtype)
-    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    op = replace(Attention(num_heads, head_dim), kernel=kernel)
+    if kernel == "mma" and dtype not in (DType.F16, DType.BF16):
+        pytest.skip("the tensor-core kernels are for 16-bit types")
+    qkv = narrowed(scale * normal(tokens, 3 * num_heads * head_dim), dtype.summand)
+    op = Attention(num_heads, head_dim, kernel)
     shape = (tokens, num_heads * head_dim)
-    got = on_device(backend, op, np.empty(shape, dtype.storage), qkv, cu_seqlens, max(lengths))
-    want = expected(op, shape, qkv, cu_seqlens, max(lengths))
+    want = expected(op, shape, qkv, attention_work(np.cumsum([0, *lengths]), 256), 256)
     # A score of the size scale^2 * sqrt(head_dim) is made of fp32 sums and exponentiated: its error is a relative
     # error of a weight. With 16 bits the weights themselves are rounded before the second product.
     largest = np.abs(widened(qkv)).max()
     score = scale**2 * np.sqrt(head_dim) * 8
-    bound = (32 * score * UNIT[DType.F32] + (2 * UNIT[dtype] if dtype is not DType.F32 else 0)) * largest
-    assert_close(got, want, dtype, bound)
+    bound = (32 * score * UNIT[DType.F32] + (2 * UNIT[dtype] if dtype.itemsize == 2 else 0)) * largest
+    outputs = [attend(backend, op, qkv, lengths, size) for size in op.block_sizes(dtype, backend.arch)]
+    assert_close(outputs[0], want, dtype, bound)
+    assert all(np.array_equal(output, outputs[0]) for output in outputs), "the size of a block shows"
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_a_text_has_the_same_attention_bits_at_another_place(backend: CudaBackend, head_dim: int) -> None:
-    dtype, lengths = backend.dtype, [5, 200, 31, 140]
+    lengths = [5, 200, 31, 140]
     op, width = Attention(2, head_dim), 2 * head_dim
-    qkv, cu_seqlens = narrowed(normal(sum(lengths), 3 * width), dtype), np.cumsum([0, *lengths]).astype(np.int32)
-    together = on_device(backend, op, np.empty((sum(lengths), width), dtype.storage), qkv, cu_seqlens, max(lengths))
-    for start, end in pairwise(cu_seqlens):
-        length = int(end - start)
-        alone = on_device(
-            backend,
-            op,
-            np.empty((length, width), dtype.storage),
-            qkv[start:end].copy(),
-            np.array([0, length], np.int32),
-            length,
-        )
+    qkv = narrowed(normal(sum(lengths), 3 * width), backend.dtype.summand)
+    together = attend(backend, op, qkv, lengths)
+    for start, end in pairwise(np.cumsum([0, *lengths])):
+        alone = attend(backend, op, qkv[start:end].copy(), [int(end - start)])
         assert np.array_equal(alone, together[start:end])
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_a_text_that_is_not_finite_leaves_its_neighbours_alone(backend: CudaBackend, head_dim: int) -> None:
-    dtype, lengths = backend.dtype, [37, 20, 150, 9]
+    lengths = [37, 20, 150, 9]
     op, width = Attention(2, head_dim), 2 * head_dim
-    values, cu_seqlens = normal(sum(lengths), 3 * width), np.cumsum([0, *lengths]).astype(np.int32)
-    outputs = []
-    for broken in (0.0, np.inf, np.nan):
-        values[37:57] = broken
-        qkv = narrowed(values, dtype)
-        outputs.append(
-            on_device(backend, op, np.empty((len(qkv), width), dtype.storage), qkv, cu_seqlens, max(lengths))
-        )
-    for output in outputs:
-        assert np.array_equal(output[:37], outputs[0][:37]) and np.array_equal(output[57:], outputs[0][57:])
-        assert np.isfinite(widened(output[:37])).all()
+    values = normal(sum(lengths), 3 * width)
+    for block_q in op.block_sizes(backend.dtype, backend.arch):
+        outputs = []
+        for broken in (0.0, np.inf, np.nan):
+            values[37:57] = broken
+            outputs.append(attend(backend, op, narrowed(values, backend.dtype.summand), lengths, block_q))
+        for output in outputs:
+            assert np.array_equal(output[:37], outputs[0][:37]) and np.array_equal(output[57:], outputs[0][57:])
+            assert np.isfinite(widened(output[:37])).all()
+
+
+def normalize(
+    backend: CudaBackend, op: Operator, residual: NDArray[Any], *inputs: Any
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What an operator leaves in its operand and in its residual."""
+
+    def run() -> tuple[NDArray[Any], NDArray[Any]]:
+        def put(array: Any) -> Any:
+            dtype = dtype_of(array)
+            assert dtype is not None
+            return backend.upload(backend.empty(array.shape, dtype), array)
+
+        sums = put(residual)
+        out = sums
+        if backend.dtype is not DType.F32:
+            out = put(poisoned(residual.shape, backend.dtype))
+        backend.run(op, out, sums, *map(put, inputs))
+        results = np.empty(residual.shape, backend.dtype.storage), np.empty_like(residual)
+        for result, tensor in zip(results, (out, sums), strict=True):
+            backend.download(result, tensor)
+        return results
+
+    return backend.call(run)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (7, 384), (333, 1024), (5, 80)])
 def test_add_layer_norm(backend: CudaBackend, rows: int, size: int) -> None:
     dtype = backend.dtype
-    x, residual = narrowed(normal(rows, size) + 3, dtype), narrowed(normal(rows, size), dtype)
+    x, residual = narrowed(normal(rows + 2, size) + 3, dtype.summand), normal(rows + 2, size)
     gamma, beta = normal(size), normal(size)
     op = AddLayerNorm(size, 1e-5)
-    got = on_device(backend, op, np.empty((rows, size), dtype.storage), x, residual, gamma, beta)
-    want = expected(op, (rows, size), x, residual, gamma, beta)
-    assert_close(got, want, dtype, 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta)))
+    out, sums = normalize(backend, op, residual, x, gamma, beta, count(rows))
+    want = residual.astype(np.float64)
+    op.reference(want, want, widened(x), gamma, beta, count(rows))
+    assert_close(sums, want, DType.F32, 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta)))
+    assert np.array_equal(out[:rows], narrowed(sums[:rows], dtype)), "the operand is not the residual, rounded"
+    assert np.array_equal(sums[rows:], residual[rows:])
 
 
 def test_embed_layer_norm(backend: CudaBackend) -> None:
     dtype, size = backend.dtype, 384
-    word, position, token_type = (narrowed(normal(n, size), dtype) for n in (1000, 130, 2))
+    word, position, token_type = (narrowed(normal(n, size), dtype.summand) for n in (1000, 130, 2))
     gamma, beta = normal(size), normal(size)
     ids, places = RNG.integers(0, 1000, 77).astype(np.int32), RNG.integers(0, 130, 77).astype(np.int32)
     op = EmbedLayerNorm(size, 1e-12)
-    inputs = (ids, places, word, position, token_type, gamma, beta)
-    got = on_device(backend, op, np.empty((77, size), dtype.storage), *inputs)
-    want = expected(op, (77, size), *inputs)
-    assert_close(got, want, dtype, 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta)))
+    tables = (word, position, token_type)
+    out, sums = normalize(backend, op, normal(77, size), ids, places, *tables, gamma, beta, count(77))
+    want = np.full((77, size), np.nan)
+    wide = [widened(table) for table in tables]
+    op.reference(want, want, ids, places, wide[0], wide[1], wide[2], gamma, beta, count(77))
+    assert_close(sums, want, DType.F32, 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta)))
+    assert np.array_equal(out, narrowed(sums, dtype))
 
 
-@pytest.mark.parametrize("mode", ["cls", "mean"])
-def test_pool(backend: CudaBackend, mode: Any) -> None:
-    dtype, lengths = backend.dtype, [3, 64, 65, 1, 700]
-    hidden = narrowed(normal(sum(lengths), 80) + 1, dtype)
+def test_gather_rows(backend: CudaBackend) -> None:
+    dtype = backend.dtype
+    x, rows = narrowed(normal(90, 384), dtype), RNG.integers(0, 90, 20).astype(np.int32)
+    got = on_device(backend, GatherRows(384, dtype), np.empty((20, 384), dtype.storage), x, rows, count(17))
+    assert np.array_equal(got[:17], x[rows[:17]])
+
+
+def test_mean_pool(backend: CudaBackend) -> None:
+    lengths = [3, 64, 65, 1, 700]
+    hidden = normal(sum(lengths), 80) + 1
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    op = Pool(80, mode)
+    op = MeanPool(80)
     got = on_device(backend, op, np.empty((5, 80), np.float32), hidden, cu_seqlens)
     assert_close(got, expected(op, (5, 80), hidden, cu_seqlens), DType.F32, 80 * UNIT[DType.F32] * 3)
+
+
+@pytest.mark.parametrize("source", [DType.F32, DType.F16, DType.BF16])
+def test_split_and_its_bounds(backend: CudaBackend, source: DType) -> None:
+    values = normal(33, 384)
+    values[5, 7], values[6, 8] = 6e4, 1e-6
+    x = narrowed(values, source)
+    got = on_device(backend, Split(source), np.empty((33, 384), DType.SPLIT.storage), x)
+    assert np.array_equal(got, narrowed(widened(x).astype(np.float32), DType.SPLIT))
+    norm = on_device_in_place(backend, RowBounds(384), np.zeros(1, np.float32), got)
+    assert_close(norm, expected(RowBounds(384), (1,), got), DType.F32, 1e-5 * 6e4)
+    got[3] = narrowed(np.full((1, 384), 1e9), DType.SPLIT)
+    assert np.isposinf(on_device_in_place(backend, RowBounds(384), np.zeros(1, np.float32), got)).all()
+
+
+def on_device_in_place(backend: CudaBackend, op: Operator, start: NDArray[Any], *inputs: Any) -> NDArray[Any]:
+    """The output of an operator that adds to what is there."""
+
+    def run() -> NDArray[Any]:
+        tensors = []
+        for array in (start, *inputs):
+            dtype = dtype_of(array)
+            assert dtype is not None
+            tensors.append(backend.upload(backend.empty(array.shape, dtype), array))
+        backend.run(op, *tensors)
+        result = np.empty_like(start)
+        backend.download(result, tensors[0])
+        return result
+
+    return backend.call(run)
 
 
 def test_l2_normalize(backend: CudaBackend) -> None:
