@@ -42,6 +42,7 @@ bench-gpu:
 	test -d build/models/bge-m3-random || $(PYTHON) -m tools.make_model build/models/bge-m3-random --preset bge-m3
 	$(PYTHON) -m tools.bench_embed build/models/bge-m3-random
 	$(PYTHON) -m tools.bench_start build/models/bge-m3-random
+	$(PYTHON) -m tools.bench_ops
 
 models: $(VENV)/.test
 	$(BIN)/python tools/models.py $(MODELS)

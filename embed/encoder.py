@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -60,41 +61,57 @@ class Capacity:
     """Queries of an item."""
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the inputs, all int32, as they lie one after another."""
-        return {
-            "num_tokens": (1,),
-            "num_texts": (1,),
-            "cu_seqlens": (self.num_texts + 1,),
-            "input_ids": (self.num_tokens,),
-            "position_ids": (self.num_tokens,),
-            "work": (self.num_items, 3),
-            "first_work": (self.num_texts, 3),
-        }
-
-    @property
     def num_elements(self) -> int:
         """Of all inputs together."""
-        return sum(map(prod, self.shapes.values()))
+        return int(_layout(self)[-1].stop)
+
+    def inputs(self, backend: Backend, packed: Any) -> "Inputs":
+        """What `pack` has packed, as tensors of a backend."""
+        tokens, texts = (self.num_tokens,), self.num_texts
+        shapes = ((1,), (1,), (texts + 1,), tokens, tokens, (self.num_items, 3), (texts, 3))
+        views = (backend.view(packed, shape, part.start) for shape, part in zip(shapes, _layout(self), strict=True))
+        return Inputs(*views)
 
     def pack(self, batch: Batch) -> NDArray[np.int32]:
         """The inputs of a batch in one array: one copy to the device. Lists end in empty texts and empty items."""
-        num_tokens, cu_seqlens = len(batch.input_ids), batch.cu_seqlens
+        packed = np.zeros(self.num_elements, np.int32)
+        parts = Inputs(*(packed[part] for part in _layout(self)))
+        cu_seqlens, num_tokens, num_texts = batch.cu_seqlens, len(batch.input_ids), len(batch.cu_seqlens) - 1
+        parts.num_tokens[0] = num_tokens
+        parts.num_texts[0] = num_texts
+        parts.cu_seqlens[: num_texts + 1] = cu_seqlens
+        parts.cu_seqlens[num_texts + 1 :] = num_tokens
+        parts.input_ids[:num_tokens] = batch.input_ids
+        parts.position_ids[:num_tokens] = batch.position_ids
         work = attention_work(cu_seqlens, self.block_q)
-        values = {
-            "num_tokens": np.array([num_tokens]),
-            "num_texts": np.array([len(cu_seqlens) - 1]),
-            "cu_seqlens": np.pad(cu_seqlens, (0, self.num_texts + 1 - len(cu_seqlens)), mode="edge"),
-            "input_ids": batch.input_ids,
-            "position_ids": batch.position_ids,
-            "work": work,
-            "first_work": work[work[:, 2] == 0],
-        }
-        packed, start = np.zeros(self.num_elements, np.int32), 0
-        for name, shape in self.shapes.items():
-            packed[start : start + values[name].size] = values[name].reshape(-1)
-            start += prod(shape)
+        parts.work[: work.size] = work.reshape(-1)
+        parts.first_work[0 : 3 * num_texts : 3] = cu_seqlens[:-1]
+        parts.first_work[1 : 3 * num_texts : 3] = np.diff(cu_seqlens)
         return packed
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Of a forward, int32, in the order in which they are packed: tensors, or flat parts of an array."""
+
+    num_tokens: Any
+    num_texts: Any
+    cu_seqlens: Any
+    input_ids: Any
+    position_ids: Any
+    work: Any
+    """Of attention: every query of every text."""
+    first_work: Any
+    """Of attention: the first queries of every text."""
+
+
+@lru_cache(maxsize=64)
+def _layout(capacity: Capacity) -> tuple[slice, ...]:
+    """Where the inputs lie."""
+    tokens, texts = capacity.num_tokens, capacity.num_texts
+    sizes = (1, 1, texts + 1, tokens, tokens, 3 * capacity.num_items, 3 * texts)
+    ends = list(accumulate(sizes))
+    return tuple(slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 class Encoder:
@@ -171,20 +188,17 @@ class Encoder:
     def _queue(self, capacity: Capacity, mode: PoolMode, packed: Any) -> None:
         """A forward of at most this many tokens and texts: vectors and normalized vectors, in the workspace."""
         ops, run, view, workspace = self._ops, self._backend.run, self._backend.view, self._workspace
-        inputs, start = {}, 0
-        for name, shape in capacity.shapes.items():
-            inputs[name] = view(packed, shape, start)
-            start += prod(shape)
+        inputs = capacity.inputs(self._backend, packed)
         states = workspace.states(capacity.num_tokens)
         tables = (self._weights[name] for name in ("word", "position", "token_type"))
         norm = (self._weights["embeddings_gamma"], self._weights["embeddings_beta"])
-        num_tokens = inputs["num_tokens"]
+        num_tokens = inputs.num_tokens
         run(
             ops.embed,
             states.hidden,
             states.residual,
-            inputs["input_ids"],
-            inputs["position_ids"],
+            inputs.input_ids,
+            inputs.position_ids,
             *tables,
             *norm,
             num_tokens,
@@ -192,23 +206,23 @@ class Encoder:
 
         *layers, last = self._layers
         for w in layers:
-            self._attend(states, w, inputs["work"], capacity.block_q, num_tokens)
+            self._attend(states, w, inputs.work, capacity.block_q, num_tokens)
             self._feed_forward(states, w, num_tokens)
         if mode == "cls":
             # Of the last layer only the first token's states are read: nothing else is computed.
-            self._attend(states, last, inputs["first_work"], self._block_sizes[0], num_tokens)
+            self._attend(states, last, inputs.first_work, self._block_sizes[0], num_tokens)
             firsts = workspace.first_states(capacity.num_texts)
-            run(ops.gather_residual, firsts.residual, states.residual, inputs["cu_seqlens"], inputs["num_texts"])
-            run(ops.gather, firsts.context, states.context, inputs["cu_seqlens"], inputs["num_texts"])
-            self._feed_forward(firsts, last, inputs["num_texts"])
+            run(ops.gather_residual, firsts.residual, states.residual, inputs.cu_seqlens, inputs.num_texts)
+            run(ops.gather, firsts.context, states.context, inputs.cu_seqlens, inputs.num_texts)
+            self._feed_forward(firsts, last, inputs.num_texts)
         else:
-            self._attend(states, last, inputs["work"], capacity.block_q, num_tokens)
+            self._attend(states, last, inputs.work, capacity.block_q, num_tokens)
             self._feed_forward(states, last, num_tokens)
             run(
                 ops.mean_pool,
                 view(workspace.pooled, (capacity.num_texts, ops.normalize.hidden_size)),
                 states.residual,
-                inputs["cu_seqlens"],
+                inputs.cu_seqlens,
             )
         shape = (capacity.num_texts, ops.normalize.hidden_size)
         run(ops.normalize, view(workspace.normalized, shape), view(workspace.pooled, shape))

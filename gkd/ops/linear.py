@@ -63,7 +63,6 @@ _MMA_SM100 = _mma_tiling((128, 128), (64, 64), num_stages=4)
 # memory takes: 64 to 96 KiB of stages.
 _MMA_FEW_ROWS = (
     (16, _mma_tiling((16, 16), (16, 16), num_stages=16)),
-    (32, _mma_tiling((32, 16), (16, 16), num_stages=12)),
     (64, _mma_tiling((64, 16), (16, 16), num_stages=8)),
     (128, _mma_tiling((64, 32), (32, 16), num_stages=8)),
     (512, _mma_tiling((64, 64), (32, 32), num_stages=6)),
