@@ -77,13 +77,13 @@ def split_scales(backend: Backend, config: ModelConfig, weights: Mapping[str, An
 
 def _weight_bounds(backend: Backend, config: ModelConfig, weights: Mapping[str, Any]) -> NDArray[np.float32]:
     """The largest norm of a row of each matrix, (num_layers, len(_MATRICES)); infinity for one out of range."""
-    bounds = np.zeros((config.num_layers, len(_MATRICES)), np.float32)
-    on_device = backend.upload(backend.empty((bounds.size,), DType.F32), bounds.reshape(-1))
+    bounds = np.zeros(config.num_layers * len(_MATRICES), np.float32)
+    on_device = backend.upload(backend.empty(bounds.shape, DType.F32), bounds)
     for index, (layer, name) in enumerate(product(range(config.num_layers), _MATRICES)):
         weight = weights[f"layer.{layer}.{name}_weight"]
         backend.run(RowBounds(weight.shape[1]), backend.view(on_device, (1,), index), weight)
     backend.download(bounds, on_device)
-    return bounds
+    return bounds.reshape(config.num_layers, len(_MATRICES))
 
 
 def _scale(bound: float) -> float:

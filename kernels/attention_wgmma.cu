@@ -171,10 +171,6 @@ __device__ __forceinline__ void round_weights(unsigned (&weights)[BLOCK_K / STEP
     for (int i = 0; i < BLOCK_K / STEP_K * 4; ++i) weights[i / 4][i % 4] = pack(scores[i * 2], scores[i * 2 + 1]);
 }
 
-__device__ __forceinline__ void arrive(unsigned long long* barrier) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
 // The context of a warpgroup's queries.
 __device__ __forceinline__ void attend(
     float (&context)[DIM_TILES * 4], Softmax& softmax, SharedStorage& shared, int consumer_idx, int length, float scale_log2) {
@@ -186,7 +182,7 @@ __device__ __forceinline__ void attend(
         mbarrier_wait(&shared.key_full[0], 0);
         multiply_keys(scores, query, shared.key[0]);
         wgmma_wait<0>();
-        arrive(&shared.key_empty[0]);
+        mbarrier_arrive_warp(&shared.key_empty[0]);
         if (length < BLOCK_K) mask(scores, length);
         softmax.weigh(scores, scale_log2);
         round_weights(weights, scores);
@@ -201,11 +197,11 @@ __device__ __forceinline__ void attend(
         mbarrier_wait(&shared.value_full[value_stage], (step - 1) / NUM_STAGES % 2);
         multiply_values(context, weights, shared.value[value_stage], BLOCK_K, step > 1);
         wgmma_wait<1>();
-        arrive(&shared.key_empty[stage]);
+        mbarrier_arrive_warp(&shared.key_empty[stage]);
         if (length - first_key < BLOCK_K) mask(scores, length - first_key);
         softmax.weigh(scores, scale_log2);
         wgmma_wait<0>();
-        arrive(&shared.value_empty[value_stage]);
+        mbarrier_arrive_warp(&shared.value_empty[value_stage]);
         softmax.correct(context);
         round_weights(weights, scores);
     }

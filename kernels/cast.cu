@@ -5,13 +5,6 @@
 // source  see gkd/ops/cast.py
 #include "include/types.cuh"
 
-#if defined(SOURCE_F32)
-using Source = float;
-#elif defined(SOURCE_F16)
-using Source = f16;
-#elif defined(SOURCE_BF16)
-using Source = bf16;
-#endif
 #if defined(TARGET_F32)
 using Target = float;
 #elif defined(TARGET_F16)

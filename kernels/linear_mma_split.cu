@@ -25,13 +25,6 @@ static_assert(BLOCK_M == 16 && BLOCK_N == 16, "two products of m16n8k16");
 static_assert(NUM_THREADS == BLOCK_M * BLOCK_N, "a thread a result");
 static_assert(IN_FEATURES % CHUNK_K == 0);
 
-// Of the results: what is multiplied again, or what is added to something.
-#if OUT_SPLIT
-using Out = Operand;
-#else
-using Out = float;
-#endif
-
 struct Chunk {
     f16 x[2][BLOCK_M * CHUNK_K];  // high and low parts
     f16 weight[2][BLOCK_N * CHUNK_K];

@@ -60,10 +60,6 @@ __device__ __forceinline__ void produce(
 
 // One lane of each warp of the warpgroup.
 constexpr int NUM_ARRIVALS = 4;
-__device__ __forceinline__ void arrive(unsigned long long* barrier) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
 // sums = x @ weight^T of a consumer's next tile, whose slices are the ring's steps from `step` on.
 __device__ __forceinline__ void multiply(float (&sums)[NUM_PARTS_M][64], SharedStorage& shared, int step, int consumer_idx) {
     for (int k = 0; k < NUM_TILES_K; ++k, ++step) {
@@ -82,11 +78,11 @@ __device__ __forceinline__ void multiply(float (&sums)[NUM_PARTS_M][64], SharedS
         wgmma_commit();
         // All but the newest products are done, and with them the stage before.
         wgmma_wait<1>();
-        if (k > 0) arrive(&shared.empty[(step - 1) % NUM_STAGES]);
+        if (k > 0) mbarrier_arrive_warp(&shared.empty[(step - 1) % NUM_STAGES]);
     }
-    arrive(&shared.turn[(consumer_idx + 1) % NUM_CONSUMERS]);
+    mbarrier_arrive_warp(&shared.turn[(consumer_idx + 1) % NUM_CONSUMERS]);
     wgmma_wait<0>();
-    arrive(&shared.empty[(step - 1) % NUM_STAGES]);
+    mbarrier_arrive_warp(&shared.empty[(step - 1) % NUM_STAGES]);
 }
 
 __device__ __forceinline__ void store(

@@ -30,13 +30,6 @@ static_assert(NUM_THREADS == (NUM_CONSUMERS + 1) * 128, "two warpgroups that com
 static_assert(IN_FEATURES % CHUNK_K == 0, "a box of high parts must not reach into the low ones");
 static_assert(OUT_FEATURES % 8 == 0);
 
-// Of the results: what is multiplied again, or what is added to something.
-#if OUT_SPLIT
-using Out = Operand;
-#else
-using Out = float;
-#endif
-
 struct Stage {
     f16 x[2][BLOCK_M * CHUNK_K];  // high and low parts
     f16 weight[2][BLOCK_N * CHUNK_K];
@@ -87,7 +80,7 @@ __device__ __forceinline__ void multiply(float (&sums)[64], SharedStorage& share
 
 // Adds a finished chunk, and gives its stage back.
 __device__ __forceinline__ void add(float (&totals)[64], const float (&sums)[64], SharedStorage& shared, int step) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[step % NUM_STAGES]);
+    mbarrier_arrive_warp(&shared.empty[step % NUM_STAGES]);
 #pragma unroll
     for (int i = 0; i < 64; ++i) totals[i] += sums[i];
 }

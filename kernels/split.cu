@@ -5,14 +5,6 @@
 // source  see gkd/ops/split.py
 #include "include/split.cuh"
 
-#if defined(SOURCE_F32)
-using Source = float;
-#elif defined(SOURCE_F16)
-using Source = f16;
-#elif defined(SOURCE_BF16)
-using Source = bf16;
-#endif
-
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void split(
     f16* out, const Source* x, int num_rows, int width, float scale) {
     grid_launch_next();

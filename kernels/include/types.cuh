@@ -25,6 +25,15 @@ using T = float;
 using Operand = f16;
 #endif
 
+// What is converted, where a kernel does no more than that.
+#if defined(SOURCE_F32)
+using Source = float;
+#elif defined(SOURCE_F16)
+using Source = f16;
+#elif defined(SOURCE_BF16)
+using Source = bf16;
+#endif
+
 __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(f16 value) { return cvt_f32_f16(value.bits); }
 __device__ __forceinline__ float to_float(bf16 value) { return __int_as_float(static_cast<int>(value.bits) << 16); }

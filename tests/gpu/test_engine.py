@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from embed import Embed
 from gkd.device import Device
+from gkd.dtype import DType
 from tools.make_model import PRESETS, ModelSpec, make_model
 
 MODELS = {
@@ -123,3 +125,19 @@ def test_unloading_gives_the_device_back(directory: Path) -> None:
 def device_pids() -> list[str]:
     query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_a_model_that_split_operands_cannot_hold_is_computed_without(device: Device, tmp_path: Path) -> None:
+    make_model(tmp_path / "model", replace(MODELS["minilm-geometry"], num_layers=2))
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["encoder.layer.0.output.LayerNorm.weight"] *= np.float32(1e5)
+    save_file(tensors, file)
+    with Embed.open(tmp_path / "model") as engine:
+        backend = engine._open_engine.backend
+        assert backend.dtype is DType.F32
+        vectors = engine.encode(["a text", "another"])
+        assert np.isfinite(vectors).all()
+        engine.unload()
+        engine.reload()
+        assert np.array_equal(engine.encode(["a text", "another"]), vectors)
