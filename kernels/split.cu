@@ -15,7 +15,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void split(
         int element = first + i * NUM_THREADS;
         if (element >= num_rows * width) break;
         f16 high, low;
-        split(high, low, to_float(x[element]) * scale);
+        to_halves(high, low, to_float(x[element]) * scale);
         f16* row = out + static_cast<size_t>(element / width) * (2 * width) + element % width;
         row[0] = high;
         row[width] = low;

@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from gkd.dtype import DType, scale_of
+from gkd.errors import ShapeError
 from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div, dtype_define
 from gkd.ops.blocks import row_blocks
 from gkd.ops.contract import Array, Signature, float_dtype
@@ -40,6 +41,8 @@ class AddLayerNorm:
         for name, tensor in (("gamma", gamma), ("beta", beta)):
             signature.match(name, tensor, (self.hidden_size,), dtype.accumulator)
         signature.match("num_rows", num_rows, (1,), DType.I32)
+        if dtype is dtype.accumulator and out is not residual:
+            raise ShapeError(f"{self.name}: `out` is {dtype.value} as `residual` is, expected the same tensor")
 
     def reference(self, out: Array, residual: Array, x: Array, gamma: Array, beta: Array, num_rows: Array) -> None:
         def normalize(rows: slice) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 from gkd.dtype import DType, scale_of
+from gkd.errors import ShapeError
 from gkd.kernel import KernelPlan, KernelSpec, Launch, ceil_div, dtype_define
 from gkd.ops.blocks import row_blocks
 from gkd.ops.contract import Array, Signature, float_dtype
@@ -58,6 +59,8 @@ class EmbedLayerNorm:
         for name, tensor in (("gamma", gamma), ("beta", beta)):
             signature.match(name, tensor, (self.hidden_size,), dtype.accumulator)
         signature.match("num_rows", num_rows, (1,), DType.I32)
+        if dtype is dtype.accumulator and out is not residual:
+            raise ShapeError(f"{self.name}: `out` is {dtype.value} as `residual` is, expected the same tensor")
 
     def reference(
         self,

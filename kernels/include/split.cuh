@@ -20,7 +20,7 @@ using Out = float;
 #endif
 #endif
 
-__device__ __forceinline__ void split(f16& high, f16& low, float scaled) {
+__device__ __forceinline__ void to_halves(f16& high, f16& low, float scaled) {
     high = from_float<f16>(scaled);
     low = from_float<f16>(scaled - to_float(high));
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_operand(
 #if defined(DTYPE_SPLIT)
     Vector<f16, SIZE> high, low;
 #pragma unroll
-    for (int i = 0; i < SIZE; ++i) split(high.values[i], low.values[i], values[i] * scale);
+    for (int i = 0; i < SIZE; ++i) to_halves(high.values[i], low.values[i], values[i] * scale);
     store_vector(destination, high);
     store_vector(destination + COLUMNS, low);
 #else

@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import permutations
@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from embed import EM_BATCH_MAX, ClosedError, Embed, ModelError, NonFiniteError, RequestError, WeightsError
-from embed.batch import batches, position_ids
+from embed.batch import Batch, batches, position_ids
 from embed.config import ModelConfig, read_config
-from embed.encoder import Encoder
-from embed.models import FAMILIES
+from embed.encoder import Capacity, Encoder
+from embed.models import FAMILIES, POOL_MODES, PoolMode
+from embed.pipeline import Pooling
+from gkd.cpu import CpuBackend
+from gkd.dtype import DType
 from gkd.errors import DeviceError
 from tools.make_model import ModelSpec, make_model
 
@@ -262,6 +266,82 @@ def test_position_rules() -> None:
     # A padding token inside a text keeps position 1 and is not counted, as transformers has it.
     assert position_ids(ids, cu_seqlens, xlmr).tolist() == [2, 3, 1, 4, 5, 2, 1, 1, 3]
     assert position_ids(ids, cu_seqlens, bert).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    num_tokens = sum(lengths)
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    ids = np.arange(num_tokens, dtype=np.int32)
+    return Batch(0, len(lengths), ids + 100, ids + 1000, cu_seqlens)
+
+
+def test_a_batch_is_packed_with_empty_texts_and_items_to_fill_its_capacity() -> None:
+    capacity, batch = Capacity(num_tokens=16, num_texts=5, num_items=7, block_q=4), batch_of([3, 6, 1])
+    packed = capacity.pack(batch)
+    assert packed.shape == (capacity.num_elements,) and packed.dtype == np.int32
+    parts = np.split(packed, np.cumsum([1, 1, 5 + 1, 16, 16, 7 * 3, 5 * 3]))
+    num_tokens, num_texts, cu_seqlens, input_ids, position_ids, work, first_work, rest = (x.tolist() for x in parts)
+    assert (num_tokens, num_texts, rest) == ([10], [3], [])
+    # Offsets that do not grow: texts of no tokens, at the end.
+    assert cu_seqlens == [0, 3, 9, 10, 10, 10]
+    assert input_ids == [*range(100, 110), *[0] * 6]
+    assert position_ids == [*range(1000, 1010), *[0] * 6]
+    # First token, length and first query of an item; where there is none, of length 0.
+    assert work == [0, 3, 0, 3, 6, 0, 3, 6, 4, 9, 1, 0, *[0] * 9]
+    # The items of first tokens, one a text, whatever else is in it.
+    assert first_work == [0, 3, 0, 3, 6, 0, 9, 1, 0, *[0] * 6]
+
+
+def test_a_batch_of_just_its_capacity_is_packed_without_filling() -> None:
+    packed = Capacity(num_tokens=10, num_texts=3, num_items=4, block_q=4).pack(batch_of([3, 6, 1]))
+    items, firsts = [0, 3, 0, 3, 6, 0, 3, 6, 4, 9, 1, 0], [0, 3, 0, 3, 6, 0, 9, 1, 0]
+    assert packed.tolist() == [10, 3, 0, 3, 9, 10, *range(100, 110), *range(1000, 1010), *items, *firsts]
+
+
+class PaddingBackend(CpuBackend):
+    """Keeps forwards as a device does: they run at their capacity, on what was uploaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replayed: list[Callable[[], None]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
+        # Integers that are no ids and numbers that are none: what is read of a tensor's unused part shows.
+        return np.full(shape, -(1 << 30) if dtype is DType.I32 else np.nan, dtype.storage)
+
+    def upload(self, buffer: NDArray[Any], array: NDArray[Any]) -> NDArray[Any]:
+        buffer[: array.size] = array.reshape(-1)
+        return self.view(buffer, array.shape)
+
+    def record(self, queue: Callable[[], None]) -> Any:
+        return queue
+
+    def replay(self, recorded: Any) -> None:
+        self.replayed.append(recorded)
+        recorded()
+
+
+@pytest.mark.parametrize("mode", POOL_MODES)
+def test_a_forward_at_a_capacity_gives_the_bits_of_one_at_its_own_size(engine: Embed, mode: PoolMode) -> None:
+    plain = engine._open_engine._encoder
+    assert plain is not None
+    config, backend = read_config(engine._open_engine.pipeline.directory), PaddingBackend()
+    padding = Encoder(backend, config, plain._weights, max_tokens=2048, max_texts=200)
+    padding.record(mode)
+    rng = np.random.default_rng(4)
+    # One token; texts so short that a larger capacity has to have room for them; capacities that are just filled, in
+    # tokens and in items; little after much; and more texts than any capacity has room for.
+    cases = [[1], [2] * 30, [64], [100, 3, 7], [1, 120, 128, 2, 90, 100], [128] * 16, [3, 4], [1] * 129]
+    for lengths in cases:
+        offsets = np.cumsum([0, *lengths])
+        ids = rng.integers(4, config.vocab_size, offsets[-1]).astype(np.int32)
+        [batch] = batches(ids, offsets, config, max_tokens=2048, max_texts=200)
+        for normalize in (True, False):
+            want, got = np.full((2, len(lengths), config.hidden_size), np.nan, np.float32)
+            plain.forward(want, batch, Pooling(mode, normalize))
+            padding.forward(got, batch, Pooling(mode, normalize))
+            assert np.isfinite(got).all() and np.array_equal(got, want), lengths
+    assert len(backend.replayed) == 2 * (len(cases) - 1)
 
 
 def test_more_texts_than_one_forward_takes(engine: Embed) -> None:

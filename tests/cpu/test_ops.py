@@ -1,7 +1,7 @@
 """Each operator's float32 reference against float64, or against an independent computation; and its contract."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from gkd.ops.contract import Array
 from gkd.ops.gelu import gelu_
 from gkd.ops.linear import invariant_products
 from gkd.ops.threads import for_each, num_cores
+from gkd.tensor import Tensor
 
 EPS32 = float(np.finfo(np.float32).eps)
 RNG = np.random.default_rng(7)
@@ -108,6 +109,16 @@ def test_a_row_of_linear_has_the_same_bits_in_any_company(shape: tuple[int, int]
         rows = last - first
         apart = run(op, np.empty((rows, out_features), np.float32), x[first:last], weight, bias, count(rows))
         assert np.array_equal(apart, together[first:last]), f"rows {first} to {last}"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 20, 65, 300])
+def test_linear_computes_the_rows_that_are_counted_and_no_other_shows_in_them(rows: int) -> None:
+    op = Linear(64, 33, "gelu")
+    x, weight, bias = normal(300, 64), normal(33, 64), normal(33)
+    exact = run(op, np.empty((rows, 33), np.float32), x[:rows], weight, bias, count(rows))
+    x[rows:] = np.nan
+    got = run(op, np.empty((300, 33), np.float32), x, weight, bias, count(rows))
+    assert np.array_equal(got[:rows], exact)
 
 
 @pytest.mark.parametrize("products", [((16, 8), 1), ((64,), 3), ((256, 4), 16), ((256, 128), 1), ((1,), 2)])
@@ -211,6 +222,43 @@ def test_attention_work_names_every_query_once(block_q: int) -> None:
     assert queries == list(range(sum(lengths)))
 
 
+def test_attention_work_goes_text_by_text_and_names_nothing_of_an_empty_one() -> None:
+    cu_seqlens = np.array([0, 3, 3, 8, 12, 12, 12], np.int32)
+    # First token, length, first query; texts and queries ascending.
+    cases = {
+        2: [[0, 3, 0], [0, 3, 2], [3, 5, 0], [3, 5, 2], [3, 5, 4], [8, 4, 0], [8, 4, 2]],
+        4: [[0, 3, 0], [3, 5, 0], [3, 5, 4], [8, 4, 0]],
+        5: [[0, 3, 0], [3, 5, 0], [8, 4, 0]],
+    }
+    for block_q, want in cases.items():
+        work = attention_work(cu_seqlens, block_q)
+        assert work.dtype == np.int32 and work.shape[1:] == (3,)
+        # An empty text has no item, or one of length 0, which does nothing.
+        assert work[work[:, 1] > 0].tolist() == want
+    assert not attention_work(np.zeros(3, np.int32), 4)[:, 1].any()
+
+
+def test_empty_items_do_nothing_wherever_they_stand_in_the_list() -> None:
+    op, qkv = Attention(2, 32), normal(20, 3 * 64)
+    items = attention_work(np.array([0, 13, 20]), 8)
+    want = run(op, np.empty((20, 64), np.float32), qkv, items, 8)
+    empty = np.array([[0, 0, 0], [7, 0, 0]], np.int32)
+    among = np.concatenate([empty, items[:1], empty, items[1:], empty])
+    assert np.array_equal(run(op, np.empty((20, 64), np.float32), qkv, among, 8), want)
+    assert np.isnan(run(op, np.empty((20, 64), np.float32), qkv, empty, 8)).all()
+
+
+@pytest.mark.parametrize("block_q", [8, 256, 300])
+def test_attention_is_the_same_whatever_the_number_of_queries_of_an_item(block_q: int) -> None:
+    op, lengths = Attention(2, 32), [5, 600, 31]
+    qkv, cu_seqlens = normal(sum(lengths), 3 * 64).astype(np.float64), np.cumsum([0, *lengths])
+    want, got = (
+        run(op, np.empty((len(qkv), 64)), qkv, attention_work(cu_seqlens, size), size) for size in (1024, block_q)
+    )
+    # BLAS may add in another order for another number of rows.
+    assert_close(got, want, 1e-13)
+
+
 def test_attention_leaves_alone_what_no_item_names() -> None:
     op, qkv = Attention(2, 32), normal(365, 3 * 64)
     work = attention_work(np.array([0, 300, 365]), 256)
@@ -254,6 +302,27 @@ def test_add_layer_norm_row_by_row_and_no_further_than_the_count() -> None:
     assert np.array_equal(sums[:20], together[:20]) and np.array_equal(sums[20:], residual[20:])
 
 
+def test_a_layer_norm_s_operand_is_its_residual_rounded() -> None:
+    (x, residual), (gamma, beta) = normal(2, 9, 96), normal(2, 96)
+    ids, places = np.array([3, 29, 0, 3, 1, 7, 7, 0, 99], np.int32), np.array([0, 11, 5, 2, 1, 3, 4, 9, 99], np.int32)
+    tables = [normal(rows, 96).astype(np.float16) for rows in (30, 12, 2)]
+    calls: list[tuple[Operator, tuple[Array, ...]]] = [
+        (AddLayerNorm(96, 1e-5), (x.astype(np.float16), gamma, beta)),
+        (EmbedLayerNorm(96, 1e-5), (ids, places, *tables, gamma, beta)),
+    ]
+    for op, inputs in calls:
+        exact = residual.astype(np.float64)
+        wide = [array if array.dtype == np.int32 else array.astype(np.float64) for array in inputs]
+        CpuBackend().run(op, exact, exact, *wide, count(8))
+        sums = residual.copy()
+        out = run(op, np.empty((9, 96), np.float16), sums, *inputs, count(8))
+        assert sums.dtype == np.float32
+        assert_close(sums[:8], exact[:8], 16 * EPS32 * (np.abs(gamma) * 8 + np.abs(beta)))
+        assert np.array_equal(out[:8], sums[:8].astype(np.float16))
+        # The last row is not counted: not even its ids, which are in no table, are looked at.
+        assert np.array_equal(sums[8], residual[8]) and np.isnan(out[8]).all()
+
+
 def test_embed_layer_norm_takes_the_right_rows() -> None:
     word, position, token_type = normal(30, 64), normal(12, 64), normal(2, 64)
     gamma, beta = normal(2, 64)
@@ -288,6 +357,11 @@ def test_gather_rows() -> None:
     x, rows = normal(9, 48), np.array([8, 0, 3, 8, 99], np.int32)
     got = run(GatherRows(48, DType.F32), np.empty((5, 48), np.float32), x, rows, count(4))
     assert np.array_equal(got[:4], x[rows[:4]]) and np.isnan(got[4]).all()
+
+
+def test_gather_rows_of_no_text_copies_nothing() -> None:
+    got = run(GatherRows(48, DType.F32), np.empty((3, 48), np.float32), normal(9, 48), np.zeros(4, np.int32), count(0))
+    assert np.isnan(got).all()
 
 
 def test_l2_normalize() -> None:
@@ -345,6 +419,10 @@ def test_the_contract_names_the_tensor_that_does_not_fit(
 ) -> None:
     tensors = [np.zeros(shape, dtype) for shape, dtype in signature]
     scalars = (3,) if op.name == "attention" else ()
+    if op.name.endswith("layer_norm"):
+        with pytest.raises(ShapeError, match="expected the same tensor"):
+            op.check(*tensors)
+        tensors[0] = tensors[1]
     op.check(*tensors, *scalars)
     for index, tensor in enumerate(tensors):
         wrong_dtype = [*tensors]
@@ -358,3 +436,69 @@ def test_the_contract_names_the_tensor_that_does_not_fit(
                 op.check(*wrong_rank, *scalars)
     with pytest.raises(ShapeError, match=r"out|bound"):
         op.check(np.zeros((7, *tensors[0].shape[1:]), tensors[0].dtype), *tensors[1:], *scalars)
+
+
+# What is launched
+
+
+ARCHS = (75, 80, 90, 100, 120)
+
+
+def tensor(dtype: DType, *shape: int) -> Tensor:
+    """One that is never read: a launch is made of shapes."""
+    return Tensor(0, shape, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "arch"), [*product((DType.F32, DType.F16, DType.BF16), ARCHS), (DType.SPLIT, 90)])
+def test_a_launch_of_linear_names_one_of_the_plan_s_kernels_and_covers_the_capacity(dtype: DType, arch: int) -> None:
+    plan = Linear(384, 1152).plan(dtype, arch)
+    weight, bias, num_rows = tensor(dtype, 1152, 384), tensor(DType.F32, 1152), tensor(DType.I32, 1)
+    launched = set()
+    for rows in (1, 16, 17, 64, 100, 512, 513, 16384):
+        launch = plan.launch(tensor(dtype, rows, 1152), tensor(dtype, rows, 384), weight, bias, num_rows)
+        launched.add(launch.spec)
+        defines = dict(launch.spec.defines)
+        tiles = [-(-size // int(defines[f"BLOCK_{axis}"])) for axis, size in (("M", rows), ("N", 1152))]
+        # A kernel whose blocks share out the tiles is told of all of them, and the device's size sets how many blocks.
+        assert launch.grid == (math.prod(tiles), 1, 1)
+        assert launch.persistent == launch.spec.name.startswith("linear_wgmma")
+    # What is compiled at load is what can be launched, and no more.
+    assert launched == set(plan.specs) and len(plan.specs) == len(launched)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.SPLIT])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_each_block_size_of_attention_has_its_kernel(head_dim: int, dtype: DType, arch: int) -> None:
+    op = Attention(3, head_dim)
+    plan, sizes = op.plan(dtype, arch), op.block_sizes(dtype, arch)
+    assert list(sizes) == sorted(set(sizes))
+    on_wgmma = arch == 90 and head_dim in (64, 128) and dtype in (DType.F16, DType.BF16)
+    assert len(sizes) == (2 if on_wgmma else 1)
+    out, qkv = tensor(dtype, 100, 3 * head_dim), tensor(dtype.summand, 100, 9 * head_dim)
+    launches = [plan.launch(out, qkv, tensor(DType.I32, 7, 3), size) for size in sizes]
+    assert tuple(launch.spec for launch in launches) == plan.specs
+    for launch, size in zip(launches, sizes, strict=True):
+        assert launch.grid == (7, 3, 1) and not launch.persistent
+        assert dict(launch.spec.defines)["BLOCK_Q"] == size
+
+
+def test_the_cpu_has_one_block_size() -> None:
+    assert {Attention(3, dim).block_sizes(DType.F32, 0) for dim in (32, 80, 128)} == {(256,)}
+
+
+# Parts of a workspace
+
+
+def test_a_view_is_another_shape_at_an_element_of_the_same_memory() -> None:
+    buffer = Tensor(1024, (100,), DType.F32)
+    assert buffer.view((4, 5)) == Tensor(1024, (4, 5), DType.F32)
+    assert buffer.view((4, 5), 80, DType.SPLIT) == Tensor(1024 + 4 * 80, (4, 5), DType.SPLIT)
+    assert Tensor(1024, (100,), DType.F16).view((2,), 3) == Tensor(1030, (2,), DType.F16)
+    for shape, start in (((101,), 0), ((4, 5), 81), ((1,), -1)):
+        with pytest.raises(ValueError, match=f"does not fit at element {start}"):
+            buffer.view(shape, start)
+    numbers = np.arange(100, dtype=np.float32)
+    part = CpuBackend().view(numbers, (4, 5), 80)
+    assert np.array_equal(part, np.arange(80, 100).reshape(4, 5)) and np.shares_memory(part, numbers)
+    assert CpuBackend().view(numbers, (2, 2), 1, DType.I32).dtype == np.int32

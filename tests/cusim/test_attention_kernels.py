@@ -232,6 +232,22 @@ def test_the_number_of_queries_of_a_block_does_not_show(head_dim: int) -> None:
     assert same_bits(attend(small, qkv, LENGTHS), attend(large, qkv, LENGTHS))
 
 
+@pytest.mark.parametrize("sanitize", [False, True], ids=["", "sanitized"])
+@cases
+def test_an_item_of_length_0_does_nothing(case: Case, sanitize: bool) -> None:
+    qkv = packed(case)
+    # As they fill up a list, and where they would write first if they wrote.
+    empty = np.array([[0, 0, 0], [17, 0, 0]], np.int32)
+    out = poisoned((len(qkv), case.width), case.dtype)
+    run(case.plan, out, qkv, empty, case.block_q, sanitize=sanitize, arch=case.arch)
+    assert (out.view(np.uint8) == 0xFF).all()
+
+    items = attention_work(np.cumsum([0, *LENGTHS]), case.block_q)
+    among = np.concatenate([empty, items[:2], empty, items[2:]])
+    run(case.plan, out, qkv, among, case.block_q, sanitize=sanitize, arch=case.arch)
+    assert same_bits(out, attend(case, qkv, LENGTHS))
+
+
 def test_only_what_an_item_names_is_computed() -> None:
     case = CASES[3]
     qkv = packed(case)

@@ -9,7 +9,7 @@ import pytest
 
 from gkd.dtype import DType, dtype_of
 from gkd.kernel import KernelPlan
-from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, GatherRows, L2Normalize, MeanPool, Operator
+from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, GatherRows, L2Normalize, MeanPool, Operator, RowBounds, Split
 from gkd.ops.contract import Array
 from tests.cusim.harness import ORDERS, RANDOM, build_all, run
 from tests.numerics import UNIT, assert_close, narrowed, poisoned, widened
@@ -62,6 +62,8 @@ def operators() -> list[tuple[Operator, DType]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
+    on_sm90: list[Operator] = [*(Split(source) for source in FLOATS), RowBounds(80)]
+    build_all((spec for op in on_sm90 for spec in op.plan(DType.SPLIT, 90).specs), arch=90)
     build_all((spec for op, dtype in operators() for spec in op.plan(dtype, ARCH).specs), arch=ARCH)
 
 
@@ -180,10 +182,26 @@ def test_embed_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> Non
 @variants
 def test_gather_rows(dtype: DType, size: int, mode: Mode) -> None:
     x, rows = narrowed(normal(9, size), dtype), np.array([8, 0, 3, 8, 5, 99, 99], np.int32)
-    op, out = GatherRows(size, dtype), poisoned((7, size), dtype)
-    run(op.plan(dtype, ARCH), out, x, rows, count(5), order=mode.order, sanitize=mode.sanitize, arch=ARCH)
-    assert np.array_equal(out[:5], x[rows[:5]])
-    assert (out[5:].view(np.uint8) == 0xFF).all()
+    op = GatherRows(size, dtype)
+    # Rows that are not counted, past the end of x, are not looked at; none are, of a forward without texts.
+    for num_rows in (5, 0):
+        out = poisoned((7, size), dtype)
+        run(op.plan(dtype, ARCH), out, x, rows, count(num_rows), order=mode.order, sanitize=mode.sanitize, arch=ARCH)
+        assert np.array_equal(out[:num_rows], x[rows[:num_rows]])
+        assert (out[num_rows:].view(np.uint8) == 0xFF).all()
+
+
+@modes
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.value)
+def test_no_row_is_normalized_where_none_is_counted(dtype: DType, mode: Mode) -> None:
+    size, vector, nothing = 80, normal(80), count(0)
+    residual = normal(0, size)
+    normalize(
+        AddLayerNorm(size, EPS), dtype, mode, residual, padded(narrowed(residual, dtype)), vector, vector, nothing
+    )
+    ids, table = padded(np.zeros(0, np.int32)), narrowed(normal(1, size), dtype)
+    tables = (table, table, table, vector, vector)
+    normalize(EmbedLayerNorm(size, EPS), dtype, mode, residual, ids, ids, *tables, nothing)
 
 
 @modes
@@ -205,6 +223,30 @@ def test_mean_pool(size: int, mode: Mode) -> None:
         with_empty = alone(hidden[start:end], np.array([0, *[end - start] * 3], np.int32))
         assert np.array_equal(with_empty[0], got[text])
         assert (with_empty[1:].view(np.uint8) == 0xFF).all()
+
+
+@modes
+@pytest.mark.parametrize("source", FLOATS, ids=lambda dtype: dtype.value)
+def test_split(source: DType, mode: Mode) -> None:
+    values = 100 * normal(7, 80)
+    values[2, :5] = 0, 1e-9, 65504, -65519, 2.0**-25
+    x, out = narrowed(values, source), poisoned((7, 80), DType.SPLIT)
+    run(Split(source).plan(DType.SPLIT, 90), out, x, order=mode.order, sanitize=mode.sanitize, arch=90)
+    assert np.array_equal(out, narrowed(widened(x).astype(np.float32), DType.SPLIT))
+
+
+@modes
+@pytest.mark.parametrize("rows", ROWS)
+def test_row_bounds(rows: int, mode: Mode) -> None:
+    values = normal(rows, 80)
+    values[-1] *= 50
+    x, bound, op = narrowed(values, DType.SPLIT), np.zeros(1, np.float32), RowBounds(80)
+    run(op.plan(DType.SPLIT, 90), bound, x, order=mode.order, sanitize=mode.sanitize, arch=90)
+    want = expected(op, (1,), x)
+    assert_close(bound, want, 16 * U * want)
+    x[0] = narrowed(np.full((1, 80), 1e6, np.float32), DType.SPLIT)
+    run(op.plan(DType.SPLIT, 90), bound, x, order=mode.order, sanitize=mode.sanitize, arch=90)
+    assert np.isposinf(bound).all(), "a weight out of range"
 
 
 @modes

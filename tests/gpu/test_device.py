@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from gkd.cuda import CudaBackend
 from gkd.device import Device, choose_device, devices
@@ -12,7 +13,7 @@ from gkd.dtype import DType
 from gkd.errors import DeviceError, DriverError, OutOfMemory
 from gkd.graph import Graph
 from gkd.memory import CHUNK_BYTES, PIECE_BYTES, Arena, Staging
-from gkd.ops import L2Normalize
+from gkd.ops import GatherRows, L2Normalize
 from gkd.stream import Stream
 
 
@@ -88,6 +89,50 @@ def test_a_graph_replays_what_was_recorded(backend: CudaBackend) -> None:
     want = np.empty_like(host)
     op.reference(want, host[::-1].copy())
     assert np.allclose(backend.call(record_and_replay), want, atol=1e-6)
+
+
+def test_a_view_of_a_tensor_is_a_part_of_its_memory(backend: CudaBackend) -> None:
+    host = np.random.default_rng(3).standard_normal(1000, np.float32)
+
+    def take() -> tuple[NDArray[np.float32], ...]:
+        whole = backend.empty((1000,), DType.F32)
+        assert backend.upload(whole, host[:900]) == whole.view((900,))
+        # Inputs travel together and are read where they lie: at any element, not only at an aligned one.
+        parts = backend.view(whole, (4, 5), 301), backend.view(whole, (900,), 0)
+        results = np.empty((4, 5), np.float32), np.empty(900, np.float32)
+        for result, part in zip(results, parts, strict=True):
+            backend.download(result, part)
+        return results
+
+    part, head = backend.call(take)
+    assert np.array_equal(part.reshape(-1), host[301:321]) and np.array_equal(head, host[:900])
+
+
+def test_what_was_recorded_reads_its_sizes_when_it_is_replayed(backend: CudaBackend) -> None:
+    """A recorded forward serves batches of every size up to its capacity."""
+    op, host = GatherRows(64, DType.F32), np.random.default_rng(4).standard_normal((9, 64), np.float32)
+    rows = np.array([8, 2, 2, 5, 0, 7], np.int32)
+
+    def record_and_replay() -> list[NDArray[np.float32]]:
+        x = backend.upload(backend.empty((9, 64), DType.F32), host)
+        out = backend.empty((6, 64), DType.F32)
+        inputs = backend.empty((7,), DType.I32)
+        num_rows, places = backend.view(inputs, (1,)), backend.view(inputs, (6,), 1)
+        backend.upload(inputs, np.zeros(7, np.int32))
+        backend.run(op, out, x, places, num_rows)  # loads the kernel
+        recorded = backend.record(lambda: backend.run(op, out, x, places, num_rows))
+        results = []
+        for number in (6, 0, 1, 4):
+            backend.upload(out, np.full((6, 64), np.nan, np.float32))
+            backend.upload(inputs, np.concatenate([[np.int32(number)], rows]).astype(np.int32))
+            backend.replay(recorded)
+            results.append(np.empty((6, 64), np.float32))
+            backend.download(results[-1], out)
+        return results
+
+    for number, result in zip((6, 0, 1, 4), backend.call(record_and_replay), strict=True):
+        assert np.array_equal(result[:number], host[rows[:number]])
+        assert np.isnan(result[number:]).all()
 
 
 def test_a_fault_names_its_kernel_and_the_backend_recovers(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,22 +33,29 @@ def count(number: int) -> NDArray[np.int32]:
     return np.array([number], np.int32)
 
 
+def put(backend: CudaBackend, array: Any) -> Any:
+    """A copy of an array on the device; anything else as it is."""
+    if not isinstance(array, np.ndarray):
+        return array
+    dtype = dtype_of(array)
+    assert dtype is not None
+    return backend.upload(backend.empty(array.shape, dtype), array)
+
+
+def assert_untouched(rows: NDArray[Any]) -> None:
+    """These are as `poisoned` left them."""
+    assert (rows.view(np.uint8) == 0xFF).all(), "wrote where nothing was to be computed"
+
+
 def on_device(backend: CudaBackend, op: Operator, out: NDArray[Any], *inputs: Any) -> NDArray[Any]:
     """Runs an operator on copies of its tensors; the output begins as NaN, and a canary behind it must survive."""
 
     def run() -> NDArray[Any]:
-        def put(array: Any) -> Any:
-            if not isinstance(array, np.ndarray):
-                return array
-            dtype = dtype_of(array)
-            assert dtype is not None
-            return backend.upload(backend.empty(array.shape, dtype), array)
-
         dtype = dtype_of(out)
         assert dtype is not None
         poison = poisoned((out.size + 64,), dtype)
         whole = backend.upload(backend.empty(poison.shape, dtype), poison)
-        backend.run(op, Tensor(whole.pointer, out.shape, dtype), *map(put, inputs))
+        backend.run(op, Tensor(whole.pointer, out.shape, dtype), *(put(backend, array) for array in inputs))
         result = np.empty_like(poison)
         backend.download(result, whole)
         assert np.array_equal(result[out.size :].view(np.uint8), poison[out.size :].view(np.uint8)), (
@@ -133,23 +140,37 @@ def test_linear_has_the_bits_of_wgmma_from_every_kernel(
     assert all(np.array_equal(output, outputs[0]) for output in outputs)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 13, 100, 700])
-def test_linear_rows_have_the_same_bits_in_any_company(backend: CudaBackend, num_rows: int) -> None:
-    """Alone, among others, and as the first of a tensor of which the rest is not computed."""
+def test_linear_rows_have_the_same_bits_in_any_company(backend: CudaBackend) -> None:
     dtype = backend.dtype
     for in_features, out_features in ((384, 1152), (1024, 1024)):
         op = Linear(in_features, out_features)
         x, weight = narrowed(normal(700, in_features), dtype), narrowed(normal(out_features, in_features), dtype)
         bias = normal(out_features)
 
-        def run(x: Any, rows: int, op: Linear = op, weight: Any = weight, bias: Any = bias) -> Any:
+        def run(x: Any, op: Linear = op, weight: Any = weight, bias: Any = bias) -> Any:
             out = np.empty((len(x), op.out_features), dtype.storage)
-            return on_device(backend, op, out, x, weight, bias, count(rows))
+            return on_device(backend, op, out, x, weight, bias, count(len(x)))
 
-        together = run(x, 700)
-        assert np.array_equal(run(x, num_rows)[:num_rows], together[:num_rows])
+        together = run(x)
         for first, last in ((0, 1), (13, 14), (3, 20), (100, 165), (1, 300), (399, 700)):
-            assert np.array_equal(run(x[first:last].copy(), last - first), together[first:last])
+            assert np.array_equal(run(x[first:last].copy()), together[first:last])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 13, 100, 128, 599])
+@pytest.mark.parametrize("kernel", ["simt", "mma", "wgmma", "auto"])
+def test_linear_computes_the_rows_that_are_counted_and_no_other_shows_in_them(
+    backend: CudaBackend, num_rows: int, kernel: Any
+) -> None:
+    dtype, op = backend.dtype, Linear(384, 1152, "gelu", kernel=kernel)
+    if kernel != "auto":
+        need_kernel(backend, kernel)
+    x, weight = narrowed(normal(600, 384), dtype), narrowed(normal(1152, 384), dtype)
+    bias, out = normal(1152), np.empty((600, 1152), dtype.storage)
+    together = on_device(backend, op, out, x, weight, bias, count(600))
+    x[num_rows:] = poisoned((600 - num_rows, 384), dtype)
+    got = on_device(backend, op, out, x, weight, bias, count(num_rows))
+    # What is in the other rows of the result is not said.
+    assert np.array_equal(got[:num_rows], together[:num_rows])
 
 
 ATTENTIONS = [
@@ -198,14 +219,37 @@ def test_attention(backend: CudaBackend, head_dim: int, kernel: Any, lengths: li
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_attention_writes_what_its_items_name_and_nothing_else(backend: CudaBackend, head_dim: int) -> None:
+    lengths = [2, 17, 64, 300, 65, 130]
+    op, cu_seqlens = Attention(3, head_dim), np.cumsum([0, *lengths])
+    qkv = narrowed(normal(sum(lengths), 9 * head_dim), backend.dtype.summand)
+    everything = attend(backend, op, qkv, lengths)
+    out = np.empty(everything.shape, backend.dtype.storage)
+    empty = np.array([[0, 0, 0], [19, 0, 0]], np.int32)
+    for block_q in op.block_sizes(backend.dtype, backend.arch):
+        assert_untouched(on_device(backend, op, out, qkv, empty, block_q))
+        # Of each text the first queries alone, between empty items.
+        work = attention_work(cu_seqlens, block_q)
+        firsts = work[work[:, 2] == 0]
+        among = np.concatenate([empty, firsts[:2], empty, firsts[2:]])
+        got = on_device(backend, op, out, qkv, among, block_q)
+        named = np.zeros(len(qkv), bool)
+        for start, length, _ in firsts.tolist():
+            named[start : start + min(length, block_q)] = True
+        assert np.array_equal(got[named], everything[named])
+        assert_untouched(got[~named])
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_a_text_has_the_same_attention_bits_at_another_place(backend: CudaBackend, head_dim: int) -> None:
     lengths = [5, 200, 31, 140]
     op, width = Attention(2, head_dim), 2 * head_dim
     qkv = narrowed(normal(sum(lengths), 3 * width), backend.dtype.summand)
     together = attend(backend, op, qkv, lengths)
-    for start, end in pairwise(np.cumsum([0, *lengths])):
-        alone = attend(backend, op, qkv[start:end].copy(), [int(end - start)])
-        assert np.array_equal(alone, together[start:end])
+    for block_q in op.block_sizes(backend.dtype, backend.arch):
+        for start, end in pairwise(np.cumsum([0, *lengths])):
+            alone = attend(backend, op, qkv[start:end].copy(), [int(end - start)], block_q)
+            assert np.array_equal(alone, together[start:end])
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
@@ -224,72 +268,90 @@ def test_a_text_that_is_not_finite_leaves_its_neighbours_alone(backend: CudaBack
 
 
 def normalize(
-    backend: CudaBackend, op: Operator, residual: NDArray[Any], *inputs: Any
+    backend: CudaBackend, op: Operator, residual: NDArray[Any], num_rows: int, *inputs: Any
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What an operator leaves in its operand and in its residual."""
+    """What an operator leaves in the counted rows of its operand and of its residual; the others must stay."""
+    dtype = backend.dtype
 
     def run() -> tuple[NDArray[Any], NDArray[Any]]:
-        def put(array: Any) -> Any:
-            dtype = dtype_of(array)
-            assert dtype is not None
-            return backend.upload(backend.empty(array.shape, dtype), array)
-
-        sums = put(residual)
-        out = sums
-        if backend.dtype is not DType.F32:
-            out = put(poisoned(residual.shape, backend.dtype))
-        backend.run(op, out, sums, *map(put, inputs))
-        results = np.empty(residual.shape, backend.dtype.storage), np.empty_like(residual)
+        sums = put(backend, residual)
+        # In float32 an operand is the residual itself.
+        out = put(backend, poisoned(residual.shape, dtype)) if dtype is not DType.F32 else sums
+        backend.run(op, out, sums, *(put(backend, array) for array in (*inputs, count(num_rows))))
+        results = np.empty(residual.shape, dtype.storage), np.empty_like(residual)
         for result, tensor in zip(results, (out, sums), strict=True):
             backend.download(result, tensor)
         return results
 
-    return backend.call(run)
+    operand, sums = backend.call(run)
+    assert np.array_equal(sums[num_rows:].view(np.uint8), residual[num_rows:].view(np.uint8))
+    if dtype is not DType.F32:
+        assert_untouched(operand[num_rows:])
+    assert np.array_equal(operand[:num_rows], narrowed(sums[:num_rows], dtype)), "not the residual, rounded"
+    return operand[:num_rows], sums[:num_rows]
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 32), (7, 384), (333, 1024), (5, 80)])
-def test_add_layer_norm(backend: CudaBackend, rows: int, size: int) -> None:
-    dtype = backend.dtype
-    x, residual = narrowed(normal(rows + 2, size) + 3, dtype.summand), normal(rows + 2, size)
+NORM_SIZES = [(1, 32), (7, 384), (333, 1024), (5, 80)]
+
+
+@pytest.mark.parametrize(("rows", "size"), NORM_SIZES)
+@pytest.mark.parametrize("num_more", [0, 2, 9])
+def test_add_layer_norm(backend: CudaBackend, rows: int, size: int, num_more: int) -> None:
+    x, residual = normal(rows + num_more, size) + 3, normal(rows + num_more, size)
+    x = narrowed(x, backend.dtype.summand)
     gamma, beta = normal(size), normal(size)
     op = AddLayerNorm(size, 1e-5)
-    out, sums = normalize(backend, op, residual, x, gamma, beta, count(rows))
+    operand, sums = normalize(backend, op, residual, rows, x, gamma, beta)
     want = residual.astype(np.float64)
     op.reference(want, want, widened(x), gamma, beta, count(rows))
-    assert_close(sums, want, DType.F32, 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta)))
-    assert np.array_equal(out[:rows], narrowed(sums[:rows], dtype)), "the operand is not the residual, rounded"
-    assert np.array_equal(sums[rows:], residual[rows:])
+    bound = 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta))
+    assert_close(sums, want[:rows], DType.F32, bound)
+    assert_close(operand, want[:rows], backend.dtype, 2 * bound)
 
 
-def test_embed_layer_norm(backend: CudaBackend) -> None:
-    dtype, size = backend.dtype, 384
-    word, position, token_type = (narrowed(normal(n, size), dtype.summand) for n in (1000, 130, 2))
+@pytest.mark.parametrize(("rows", "size"), NORM_SIZES)
+@pytest.mark.parametrize("num_more", [0, 2, 9])
+def test_embed_layer_norm(backend: CudaBackend, rows: int, size: int, num_more: int) -> None:
+    word, position, token_type = (narrowed(normal(n, size), backend.dtype.summand) for n in (1000, 130, 2))
     gamma, beta = normal(size), normal(size)
-    ids, places = RNG.integers(0, 1000, 77).astype(np.int32), RNG.integers(0, 130, 77).astype(np.int32)
+    ids, places = (RNG.integers(0, n, rows + num_more).astype(np.int32) for n in (1000, 130))
+    # The last rows of the tables; and, where nothing is counted, ids that no table has.
+    ids[0], places[0] = 999, 129
+    ids[rows:] = places[rows:] = 1 << 30
     op = EmbedLayerNorm(size, 1e-12)
-    tables = (word, position, token_type)
-    out, sums = normalize(backend, op, normal(77, size), ids, places, *tables, gamma, beta, count(77))
-    want = np.full((77, size), np.nan)
-    wide = [widened(table) for table in tables]
-    op.reference(want, want, ids, places, wide[0], wide[1], wide[2], gamma, beta, count(77))
-    assert_close(sums, want, DType.F32, 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta)))
-    assert np.array_equal(out, narrowed(sums, dtype))
+    residual = poisoned((rows + num_more, size), DType.F32)
+    operand, sums = normalize(backend, op, residual, rows, ids, places, word, position, token_type, gamma, beta)
+    want = np.full(residual.shape, np.nan)
+    tables = [widened(table) for table in (word, position, token_type)]
+    op.reference(want, want, ids, places, tables[0], tables[1], tables[2], gamma, beta, count(rows))
+    bound = 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta))
+    assert_close(sums, want[:rows], DType.F32, bound)
+    assert_close(operand, want[:rows], backend.dtype, 2 * bound)
 
 
-def test_gather_rows(backend: CudaBackend) -> None:
-    dtype = backend.dtype
-    x, rows = narrowed(normal(90, 384), dtype), RNG.integers(0, 90, 20).astype(np.int32)
-    got = on_device(backend, GatherRows(384, dtype), np.empty((20, 384), dtype.storage), x, rows, count(17))
-    assert np.array_equal(got[:17], x[rows[:17]])
+@pytest.mark.parametrize("num_rows", [0, 1, 17, 20])
+def test_gather_rows(backend: CudaBackend, num_rows: int) -> None:
+    """Of what is multiplied and of what is added to, as an encoder gathers both."""
+    rows = RNG.integers(0, 90, 22).astype(np.int32)
+    rows[0], rows[num_rows:] = 89, 1 << 30  # the last row, and none at all where nothing is counted
+    for dtype in (backend.dtype, DType.F32):
+        x = narrowed(normal(90, 384), dtype)
+        op = GatherRows(384, dtype)
+        got = on_device(backend, op, np.empty((20, 384), dtype.storage), x, rows, count(num_rows))
+        assert np.array_equal(got[:num_rows], x[rows[:num_rows]])
+        assert_untouched(got[num_rows:])
 
 
 def test_mean_pool(backend: CudaBackend) -> None:
     lengths = [3, 64, 65, 1, 700]
     hidden = normal(sum(lengths), 80) + 1
-    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    # Empty texts fill up a list.
+    cu_seqlens = np.cumsum([0, *lengths, 0, 0, 0]).astype(np.int32)
     op = MeanPool(80)
-    got = on_device(backend, op, np.empty((5, 80), np.float32), hidden, cu_seqlens)
-    assert_close(got, expected(op, (5, 80), hidden, cu_seqlens), DType.F32, 80 * UNIT[DType.F32] * 3)
+    got = on_device(backend, op, np.empty((8, 80), np.float32), hidden, cu_seqlens)
+    want = expected(op, (8, 80), hidden, cu_seqlens)
+    assert_close(got[:5], want[:5], DType.F32, 80 * UNIT[DType.F32] * 3)
+    assert_untouched(got[5:])
 
 
 @pytest.mark.parametrize("source", [DType.F32, DType.F16, DType.BF16])
@@ -309,11 +371,7 @@ def on_device_in_place(backend: CudaBackend, op: Operator, start: NDArray[Any], 
     """The output of an operator that adds to what is there."""
 
     def run() -> NDArray[Any]:
-        tensors = []
-        for array in (start, *inputs):
-            dtype = dtype_of(array)
-            assert dtype is not None
-            tensors.append(backend.upload(backend.empty(array.shape, dtype), array))
+        tensors = [put(backend, array) for array in (start, *inputs)]
         backend.run(op, *tensors)
         result = np.empty_like(start)
         backend.download(result, tensors[0])
