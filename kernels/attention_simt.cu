@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_values(
 // The block's first THREAD_ROWS * ROW_STEP queries, of which num_queries exist, against all keys of the text.
 template <int THREAD_ROWS>
 __device__ __forceinline__ void attend(
-    Operand* out, size_t first_out_row, const T* query_rows, const T* key_rows, int num_queries, int length, float scale,
+    Operand* out, int first_out_row, const T* query_rows, const T* key_rows, int num_queries, int length, float scale,
     float out_scale, SharedStorage& shared) {
     int lane_idx = threadIdx.x % 32, column = lane_idx % COLUMN_LANES;
     int first_row = threadIdx.x / 32 * ROW_LANES + lane_idx / COLUMN_LANES;
@@ -206,7 +206,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
     const T* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
     const T* query_rows = text_rows + static_cast<size_t>(first_query) * QKV_STRIDE;
     const T* key_rows = text_rows + HIDDEN_SIZE;
-    size_t first_out_row = static_cast<size_t>(start + first_query);
+    int first_out_row = start + first_query;
     // A short text, or the tail of a long one, takes the same steps for each query, on fewer queries a thread.
     if (num_queries <= 2 * ROW_STEP) {
         attend<2>(out, first_out_row, query_rows, key_rows, num_queries, length, scale, out_scale, shared);
