@@ -65,9 +65,9 @@ def batches(
 def position_ids(input_ids: NDArray[np.int32], cu_seqlens: NDArray[np.int32], config: ModelConfig) -> NDArray[np.int32]:
     """Row of the position table for each token, by the family's rule."""
     lengths = np.diff(cu_seqlens)
-    counted = input_ids != config.pad_token_id
-    if config.family.position_rule == "from_zero" or counted.all():
-        first = 0 if config.family.position_rule == "from_zero" else config.pad_token_id + 1
+    from_zero = config.family.position_rule == "from_zero"
+    if from_zero or (counted := input_ids != config.pad_token_id).all():
+        first = 0 if from_zero else config.pad_token_id + 1
         return np.arange(first, first + len(input_ids), dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
     running = np.cumsum(counted, dtype=np.int32)
     before_text = np.concatenate(([np.int32(0)], running))[cu_seqlens[:-1]]

@@ -17,7 +17,7 @@ from embed.precision import Scales
 from gkd.backend import Backend
 from gkd.dtype import DType
 from gkd.ops import AddLayerNorm, Attention, EmbedLayerNorm, GatherRows, L2Normalize, Linear, MeanPool, Operator
-from gkd.ops.attention import attention_work
+from gkd.ops.attention import attention_items, attention_work
 
 # Forwards of few tokens take less time than their launches: for each of these capacities one is recorded, and replayed
 # for what fits into it. Kernels read the true sizes on the device and compute no row that is not there.
@@ -170,7 +170,7 @@ class Encoder:
             backend.replay(recorded)
         else:
             block_q = next((size for size in self._block_sizes if size >= batch.max_seqlen), self._block_sizes[-1])
-            num_items = len(attention_work(batch.cu_seqlens, block_q))
+            num_items = int(attention_items(batch.cu_seqlens, block_q).sum())
             capacity = Capacity(num_tokens, num_texts, num_items, block_q)
             self._queue(capacity, pooling.mode, backend.upload(workspace.inputs, capacity.pack(batch)))
         vectors = workspace.normalized if pooling.normalize else workspace.pooled
@@ -190,6 +190,8 @@ class Encoder:
         ops, run, view, workspace = self._ops, self._backend.run, self._backend.view, self._workspace
         inputs = capacity.inputs(self._backend, packed)
         states = workspace.states(capacity.num_tokens)
+        shape = (capacity.num_texts, ops.normalize.hidden_size)
+        pooled, normalized = view(workspace.pooled, shape), view(workspace.normalized, shape)
         tables = (self._weights[name] for name in ("word", "position", "token_type"))
         norm = (self._weights["embeddings_gamma"], self._weights["embeddings_beta"])
         num_tokens = inputs.num_tokens
@@ -218,14 +220,8 @@ class Encoder:
         else:
             self._attend(states, last, inputs.work, capacity.block_q, num_tokens)
             self._feed_forward(states, last, num_tokens)
-            run(
-                ops.mean_pool,
-                view(workspace.pooled, (capacity.num_texts, ops.normalize.hidden_size)),
-                states.residual,
-                inputs.cu_seqlens,
-            )
-        shape = (capacity.num_texts, ops.normalize.hidden_size)
-        run(ops.normalize, view(workspace.normalized, shape), view(workspace.pooled, shape))
+            run(ops.mean_pool, pooled, states.residual, inputs.cu_seqlens)
+        run(ops.normalize, normalized, pooled)
 
     def _attend(self, states: "States", w: Mapping[str, Any], work: Any, block_q: int, num_rows: Any) -> None:
         ops, run = self._ops, self._backend.run

@@ -370,12 +370,12 @@ class _Engine:
             scales = None
             if self.backend.dtype is DType.SPLIT:
                 scales = split_scales(self.backend, config, weights)
-            if self.backend.dtype is DType.SPLIT and scales is None:
-                # Rare enough to load it twice; it stays so for every reload.
-                self.backend.release()
-                self.backend.dtype = DType.F32
-                self._load(progress)
-                return
+                if scales is None:
+                    # Rare enough to load it twice; it stays so for every reload.
+                    self.backend.release()
+                    self.backend.dtype = DType.F32
+                    self._load(progress)
+                    return
             encoder = Encoder(self.backend, config, weights, self._max_tokens, EM_BATCH_MAX, scales)
             encoder.record(self.pooling.mode)
             self._encoder = encoder

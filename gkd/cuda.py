@@ -171,7 +171,6 @@ class _Held:
     def __init__(self, device: Device) -> None:
         environment = read_env()  # before anything is held: a bad value raises
         self._handle = check("cuDeviceGet", cu.cuDeviceGet(device.ordinal))
-        self._arch = device.capability
         self._device = device
         context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
         check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
@@ -226,7 +225,7 @@ class _Held:
         self.staging.close()
 
     def _build(self, specs: list[KernelSpec]) -> list[Cubin]:
-        return build_all([(spec, arch_name(self._arch)) for spec in specs], self._cache)
+        return build_all([(spec, arch_name(self._device.capability)) for spec in specs], self._cache)
 
     def close(self, *, faulted: bool) -> None:
         """Gives everything back, handles first and the context last. After a fault the context takes all with it."""
@@ -251,5 +250,5 @@ class _Held:
     def _plan(self, op: Operator, dtype: DType) -> KernelPlan:
         plan = self._plans.get((op, dtype))
         if plan is None:
-            plan = self._plans[op, dtype] = op.plan(dtype, self._arch)
+            plan = self._plans[op, dtype] = op.plan(dtype, self._device.capability)
         return plan

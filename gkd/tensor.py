@@ -32,10 +32,6 @@ class Tensor:
         """The same memory, for numbers of another scale."""
         return replace(self, scale=scale)
 
-    def flat(self) -> "Tensor":
-        """The same elements along one axis."""
-        return replace(self, shape=(prod(self.shape),))
-
     def rows(self, start: int, end: int) -> "Tensor":
         """Rows [start, end) along the first axis."""
         if not 0 <= start <= end <= self.shape[0]:

@@ -58,8 +58,8 @@ __device__ __forceinline__ void produce(
     }
 }
 
-// One lane of each warp of the warpgroup.
-constexpr int NUM_ARRIVALS = 4;
+constexpr int NUM_ARRIVALS = 4;  // one lane of each warp of the warpgroup
+
 // sums = x @ weight^T of a consumer's next tile, whose slices are the ring's steps from `step` on.
 __device__ __forceinline__ void multiply(float (&sums)[NUM_PARTS_M][64], SharedStorage& shared, int step, int consumer_idx) {
     for (int k = 0; k < NUM_TILES_K; ++k, ++step) {

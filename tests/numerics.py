@@ -17,6 +17,11 @@ SMALLEST_NORMAL = {DType.F32: 2.0**-126, DType.F16: 2.0**-14, DType.BF16: 2.0**-
 """Below it the error is no longer relative. A split number ends with the smallest f16, 2^-24."""
 
 
+def count(number: int) -> Array:
+    """As a kernel reads it on the device."""
+    return np.array([number], np.int32)
+
+
 def narrowed(values: Array, dtype: DType) -> Array:
     """float32 values rounded to a type, in its storage."""
     values = np.ascontiguousarray(values, np.float32)

@@ -200,6 +200,11 @@ class Attention:
         np.divide(accumulator, running_sum, out=context)
 
 
+def attention_items(cu_seqlens: Array, block_q: int) -> Array:
+    """(num_texts,): how many items of `attention_work` each text has."""
+    return np.asarray(-(-np.diff(cu_seqlens) // block_q))
+
+
 def attention_work(cu_seqlens: Array, block_q: int) -> Array:
     """What an attention has to do: (num_items, 3) int32, an item for each block_q queries of each text.
 
@@ -211,7 +216,7 @@ def attention_work(cu_seqlens: Array, block_q: int) -> Array:
         work = np.zeros((len(lengths), 3), np.int32)
         work[:, 0], work[:, 1] = cu_seqlens[:-1], lengths
         return work
-    num_items = -(-lengths // block_q)
+    num_items = attention_items(cu_seqlens, block_q)
     texts = np.repeat(np.arange(len(lengths)), num_items)
     first_item = np.cumsum(num_items) - num_items
     first_query = (np.arange(len(texts)) - first_item[texts]) * block_q

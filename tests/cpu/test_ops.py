@@ -31,6 +31,7 @@ from gkd.ops.gelu import gelu_
 from gkd.ops.linear import invariant_products
 from gkd.ops.threads import for_each, num_cores
 from gkd.tensor import Tensor
+from tests.numerics import count
 
 EPS32 = float(np.finfo(np.float32).eps)
 RNG = np.random.default_rng(7)
@@ -38,10 +39,6 @@ RNG = np.random.default_rng(7)
 
 def normal(*shape: int) -> Array:
     return RNG.standard_normal(shape, dtype=np.float32)
-
-
-def count(number: int) -> Array:
-    return np.array([number], np.int32)
 
 
 def assert_close(got: Array, expected: Array, bound: Array | float) -> None:

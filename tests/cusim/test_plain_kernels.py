@@ -12,7 +12,7 @@ from gkd.kernel import KernelPlan
 from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, GatherRows, L2Normalize, MeanPool, Operator, RowBounds, Split
 from gkd.ops.contract import Array
 from tests.cusim.harness import ORDERS, RANDOM, build_all, run
-from tests.numerics import UNIT, assert_close, narrowed, poisoned, widened
+from tests.numerics import UNIT, assert_close, count, narrowed, poisoned, widened
 
 ARCH = 80
 EPS = 1e-3  # large enough to be missed if it is left out
@@ -65,10 +65,6 @@ def compiled() -> None:
     on_sm90: list[Operator] = [*(Split(source) for source in FLOATS), RowBounds(80)]
     build_all((spec for op in on_sm90 for spec in op.plan(DType.SPLIT, 90).specs), arch=90)
     build_all((spec for op, dtype in operators() for spec in op.plan(dtype, ARCH).specs), arch=ARCH)
-
-
-def count(number: int) -> Array:
-    return np.array([number], np.int32)
 
 
 def normal(*shape: int) -> Array:

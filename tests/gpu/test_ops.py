@@ -24,13 +24,9 @@ from gkd.ops import (
 )
 from gkd.ops.attention import attention_work
 from gkd.tensor import Tensor
-from tests.numerics import SMALLEST_NORMAL, UNIT, narrowed, poisoned, widened
+from tests.numerics import SMALLEST_NORMAL, UNIT, count, narrowed, poisoned, widened
 
 RNG = np.random.default_rng(11)
-
-
-def count(number: int) -> NDArray[np.int32]:
-    return np.array([number], np.int32)
 
 
 def put(backend: CudaBackend, array: Any) -> Any:
