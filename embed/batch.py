@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +36,19 @@ def check_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64], config: ModelC
         raise RequestError("ids and offsets: expected one-dimensional integer arrays")
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(ids):
         raise RequestError(f"offsets: expected to run from 0 to {len(ids)}, the number of ids")
-    lengths = np.diff(offsets)
-    for wrong in np.flatnonzero((lengths < 1) | (lengths > config.max_tokens)):
+    lengths = offsets[1:] - offsets[:-1]
+    if not _within(lengths, 1, config.max_tokens):
+        wrong = int(np.flatnonzero((lengths < 1) | (lengths > config.max_tokens))[0])
         raise RequestError(
             f"offsets: text {wrong} has {lengths[wrong]} tokens, expected 1 to {config.max_tokens}, the position table"
         )
-    for wrong in np.flatnonzero((ids < 0) | (ids >= config.vocab_size)):
+    if not _within(ids, 0, config.vocab_size - 1):
+        wrong = int(np.flatnonzero((ids < 0) | (ids >= config.vocab_size))[0])
         raise RequestError(f"ids[{wrong}]: {ids[wrong]} is not an id of a vocabulary of {config.vocab_size}")
+
+
+def _within(values: NDArray[Any], least: int, most: int) -> bool:
+    return len(values) == 0 or bool(np.minimum.reduce(values) >= least and np.maximum.reduce(values) <= most)
 
 
 def batches(
@@ -51,26 +58,37 @@ def batches(
 
     A text of more than `max_tokens` tokens is a forward by itself.
     """
+    num_texts = len(offsets) - 1
+    if num_texts > 0 and offsets[-1] <= max_tokens and num_texts <= max_texts:
+        yield _batch(ids, offsets, config, 0, num_texts)
+        return
     first = 0
-    while first < len(offsets) - 1:
+    while first < num_texts:
         fitting = int(np.searchsorted(offsets, offsets[first] + max_tokens, side="right")) - 1
         last = max(first + 1, min(fitting, first + max_texts))
-        start, end = offsets[first], offsets[last]
-        input_ids = np.ascontiguousarray(ids[start:end], np.int32)
-        cu_seqlens = (offsets[first : last + 1] - start).astype(np.int32)
-        yield Batch(first, last, input_ids, position_ids(input_ids, cu_seqlens, config), cu_seqlens)
+        yield _batch(ids, offsets, config, first, last)
         first = last
+
+
+def _batch(ids: NDArray[np.int32], offsets: NDArray[np.int64], config: ModelConfig, first: int, last: int) -> Batch:
+    start, end = offsets[first], offsets[last]
+    input_ids = np.ascontiguousarray(ids[start:end], np.int32)
+    cu_seqlens = (offsets[first : last + 1] - start).astype(np.int32)
+    return Batch(first, last, input_ids, position_ids(input_ids, cu_seqlens, config), cu_seqlens)
 
 
 def position_ids(input_ids: NDArray[np.int32], cu_seqlens: NDArray[np.int32], config: ModelConfig) -> NDArray[np.int32]:
     """Row of the position table for each token, by the family's rule."""
-    lengths = np.diff(cu_seqlens)
     from_zero = config.family.position_rule == "from_zero"
-    if from_zero or (counted := input_ids != config.pad_token_id).all():
+    if from_zero or np.count_nonzero(counted := input_ids != config.pad_token_id) == len(input_ids):
         first = 0 if from_zero else config.pad_token_id + 1
-        return np.arange(first, first + len(input_ids), dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
+        positions = np.arange(first, first + len(input_ids), dtype=np.int32)
+        return positions if len(cu_seqlens) == 2 else positions - _of_each_token(cu_seqlens[:-1], cu_seqlens)
     running = np.cumsum(counted, dtype=np.int32)
     before_text = np.concatenate(([np.int32(0)], running))[cu_seqlens[:-1]]
-    return np.where(counted, running - np.repeat(before_text, lengths), 0).astype(np.int32) + np.int32(
-        config.pad_token_id
-    )
+    positions = np.where(counted, running - _of_each_token(before_text, cu_seqlens), 0)
+    return positions.astype(np.int32) + np.int32(config.pad_token_id)
+
+
+def _of_each_token(of_each_text: NDArray[np.int32], cu_seqlens: NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.repeat(of_each_text, cu_seqlens[1:] - cu_seqlens[:-1])

@@ -32,7 +32,7 @@ class Operators:
     def __init__(self, config: ModelConfig, dtype: DType) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.embed = EmbedLayerNorm(hidden, config.layer_norm_eps)
-        self.qkv = Linear(hidden, 3 * hidden, to_sum=True)
+        self.qkv = Linear(hidden, 3 * hidden)
         self.attention = Attention(config.num_heads, config.head_dim)
         self.attention_out = Linear(hidden, hidden, to_sum=True)
         self.up = Linear(hidden, inner, "gelu")
@@ -86,7 +86,7 @@ class Capacity:
         work = attention_work(cu_seqlens, self.block_q)
         parts.work[: work.size] = work.reshape(-1)
         parts.first_work[0 : 3 * num_texts : 3] = cu_seqlens[:-1]
-        parts.first_work[1 : 3 * num_texts : 3] = np.diff(cu_seqlens)
+        parts.first_work[1 : 3 * num_texts : 3] = cu_seqlens[1:] - cu_seqlens[:-1]
         return packed
 
 
@@ -262,7 +262,7 @@ class Workspace:
     """Scratch memory of a forward, planned at load for the largest one; smaller ones use the head of each buffer."""
 
     def __init__(self, backend: Backend, config: ModelConfig, capacity: Capacity, scales: Scales | None) -> None:
-        self._scales, self._summand = scales, backend.dtype.summand
+        self._scales = scales
         self._view, self._width, self._inner_width = backend.view, config.hidden_size, config.intermediate_size
         self.num_bytes = 0
         """Size of all buffers."""
@@ -273,7 +273,7 @@ class Workspace:
 
         dtype, num_elements = backend.dtype, capacity.num_tokens * self._width
         self._hidden, self._context = (buffer(num_elements, dtype) for _ in range(2))
-        self._projected = buffer(num_elements, self._summand)
+        self._projected = buffer(num_elements, dtype.summand)
         same = dtype is dtype.accumulator
         self._residual = self._hidden if same else buffer(num_elements, dtype.accumulator)
         # qkv and the feed-forward half's inner states never live at the same time.
@@ -285,12 +285,13 @@ class Workspace:
         """Those of a forward of this many tokens."""
         shape = (num_tokens, self._width)
         hidden, context, inner = self._operands(self._hidden, self._context, num_tokens)
+        qkv = self._view(self._wide, (num_tokens, 3 * self._width))
         return States(
             hidden=hidden,
             residual=hidden if self._residual is self._hidden else self._view(self._residual, shape),
             context=context,
             projected=self._view(self._projected, shape),
-            qkv=self._view(self._wide, (num_tokens, 3 * self._width), dtype=self._summand),
+            qkv=qkv if self._scales is None else qkv.scaled(self._scales.qkv),
             inner=inner,
         )
 
@@ -320,6 +321,6 @@ class Workspace:
             return hidden, context, inner
         return (
             hidden.scaled(self._scales.hidden),
-            context.scaled(self._scales.context),
+            context.scaled(self._scales.qkv),
             inner.scaled(self._scales.inner),
         )

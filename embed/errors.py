@@ -33,7 +33,7 @@ class RequestError(EmbedError):
 
 
 class NonFiniteError(EmbedError):
-    """The model gives a vector that is not finite for a text, which is never returned."""
+    """The model gives a vector that is not finite for a text, also in f32 where that could be tried."""
 
 
 class ClosedError(EmbedError):

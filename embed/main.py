@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
     arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="embed: %(message)s", stream=sys.stderr)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
@@ -169,17 +170,32 @@ def _open(arguments: argparse.Namespace) -> Embed:
             maxseq=arguments.maxseq,
             progress=show,
         )
+    load_s = time.perf_counter() - start_s
     pooling = engine.pooling
     _note(
-        f"{engine.name}: {engine.family}, {engine.num_layers} layers, {engine.dim} wide, {pooling.mode} pooling, "
-        f"{'normalized' if pooling.normalize else 'not normalized'}, at most {engine.maxseq} tokens, "
-        f"{arguments.dtype} on {engine.backend} ({engine.device_name}), {time.perf_counter() - start_s:.2f} s"
+        f"{engine.name}: {engine.family}, {engine.num_layers} layers, {engine.dim} wide, "
+        f"{pooling.mode} pooling{' (assumed)' if engine.pooling_assumed else ''}, "
+        f"{'normalized' if pooling.normalize else 'not normalized'}, at most {engine.maxseq} tokens"
+    )
+    _note(
+        f"{engine.name}: {_computation(engine)} on {engine.backend} ({engine.device_name}), "
+        f"{engine.weights_bytes / 1e6:.1f} MB of weights, {engine.workspace_bytes / 1e6:.1f} MB of workspace, "
+        f"loaded in {load_s:.2f} s"
     )
     if engine.pooling_assumed:
         _note(f"modules.json: not found; {pooling.mode} pooling is assumed, --pool says otherwise")
     if arguments.maxseq is not None and engine.maxseq < arguments.maxseq:
         _note(f"--maxseq {arguments.maxseq}: clamped to {engine.maxseq}, the model's position table")
     return engine
+
+
+def _computation(engine: Embed) -> str:
+    """The precision of an engine, and for f32 how it is computed."""
+    if engine.uses_split:
+        return "f32 by split operands on tensor cores"
+    if engine.exceeds_split:
+        return "plain f32 (a bound of this model does not fit split operands)"
+    return "plain f32" if engine.dtype == "f32" else engine.dtype
 
 
 def _note(message: str) -> None:
@@ -218,7 +234,6 @@ def _serve(arguments: argparse.Namespace) -> None:
     from serve.server import serve
 
     token = _read_token(arguments)
-    logging.basicConfig(level=logging.INFO, format="embed: %(message)s", stream=sys.stderr)
     address: Address = arguments.addr
     with ExitStack() as stack:
         engine = stack.enter_context(_open(arguments))

@@ -1,7 +1,10 @@
 """The engine: `Embed`, a handle on a loaded model that any number of owners and threads share."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Self, overload
 
@@ -21,7 +24,9 @@ from gkd import driver
 from gkd.backend import Backend
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
-from gkd.errors import DeviceError
+from gkd.errors import CompileError, DeviceError, DriverError, OutOfMemory
+
+logger = logging.getLogger(__name__)
 
 EM_POOL_CLS: PoolMode = "cls"
 EM_POOL_MEAN: PoolMode = "mean"
@@ -33,6 +38,8 @@ _PRECISIONS = {dtype.value: dtype for dtype in (DType.F32, DType.F16, DType.BF16
 
 # Told (bytes done, bytes in all) while weights load.
 Progress = Callable[[int, int], None]
+# A backend of a precision, on the device that an engine runs on.
+BackendOf = Callable[[DType], Backend]
 
 
 class Embed:
@@ -66,10 +73,13 @@ class Embed:
         """
         _check_pool_mode(pool)
         resolved = resolve(model)
-        backend = _open_backend(gpu, dtype)
+        precision = _precision(dtype)
+        backend_of = _choose_backend(gpu, precision)
+        pipeline = read_pipeline(resolved.directory, pool, normalize)
+        backend = backend_of(precision)
         try:
-            pipeline = read_pipeline(resolved.directory, pool, normalize)
-            engine = _Engine(resolved.name, backend, pipeline, Tokenizer(pipeline.directory))
+            backend.begin()  # while the tokenizer is read
+            engine = _Engine(resolved.name, backend, backend_of, pipeline, Tokenizer(pipeline.directory))
             if maxseq is not None:
                 engine.set_maxseq(maxseq)
             engine.reload(progress)
@@ -156,18 +166,38 @@ class Embed:
         return self._open_engine.backend.device_name
 
     @property
+    def dtype(self) -> str:
+        """The precision that was asked for: `f32`, `f16` or `bf16`."""
+        return self._open_engine.dtype.value
+
+    @property
+    def uses_split(self) -> bool:
+        """Matrices are multiplied in f32 on tensor cores, as split numbers."""
+        return self._open_engine.backend.dtype is DType.SPLIT
+
+    @property
+    def exceeds_split(self) -> bool:
+        """Device and widths would do for split numbers, but a bound of the model is out of their range."""
+        return self._open_engine.exceeds_split
+
+    @property
+    def recomputed(self) -> int:
+        """Texts since `open` whose vector was not finite in 16 bits, and was computed again in f32."""
+        return self._open_engine.recomputed
+
+    @property
     def kernel_count(self) -> int:
-        """Kernels compiled or loaded by this engine; 0 on the CPU."""
-        return self._open_engine.backend.kernel_count
+        """Kernels on the device now, those for recomputing in f32 among them once that was needed; 0 on the CPU."""
+        return self._open_engine.kernel_count
 
     @property
     def weights_bytes(self) -> int:
-        """Memory of the weights on the device; 0 while unloaded."""
+        """Memory of the weights on the device, with those in f32 once they were needed; 0 while unloaded."""
         return self._open_engine.weights_bytes
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory that was planned at load; 0 while unloaded."""
+        """Scratch memory that was planned at load, also of the weights in f32; 0 while unloaded."""
         return self._open_engine.workspace_bytes
 
     def set_pooling(self, mode: PoolMode, normalize: bool) -> None:
@@ -199,7 +229,8 @@ class Embed:
     def encode(self, texts: str | Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]:
         """Vectors (num_texts, dim) of a list of texts, or the vector (dim,) of one string.
 
-        `normalize` None is the engine's setting. Raises RequestError, NonFiniteError, ClosedError.
+        `normalize` None is the engine's setting. In f16 and bf16, a text whose vector is not finite is computed again
+        in f32, which other texts' vectors do not show. Raises RequestError, NonFiniteError, ClosedError.
         """
         if isinstance(texts, str):
             return self.encode_ids(*self.tokenize_batch([texts]), normalize=normalize).reshape(self.dim)
@@ -234,58 +265,89 @@ def _check_pool_mode(mode: str | None) -> None:
         raise ModelError(f"pooling mode {mode!r} is not supported; known: {', '.join(POOL_MODES)}")
 
 
-def _open_backend(gpu: int, dtype: str) -> Backend:
-    """The CUDA device that was named, the best one, or the CPU where there is none and none was named."""
+def _precision(dtype: str) -> DType:
     try:
-        precision = _PRECISIONS[dtype]
+        return _PRECISIONS[dtype]
     except KeyError:
         raise DeviceError(f"dtype {dtype}: expected one of {', '.join(_PRECISIONS)}") from None
+
+
+def _choose_backend(gpu: int, precision: DType) -> BackendOf:
+    """For the CUDA device that was named, for the best one, or for the CPU where there is none and none was named."""
     reason = driver.unavailable()
     if reason is None:
         # Not at the top: a start on the CPU, which needs nothing of it, is a tenth of a second sooner.
         from gkd.cuda import CudaBackend
         from gkd.device import choose_device
 
-        return CudaBackend(choose_device(gpu), precision)
+        return partial(CudaBackend, choose_device(gpu))
     if gpu != -1:
         raise DeviceError(f"gpu {gpu} cannot be used: {reason}")
     if precision is not DType.F32:
-        raise DeviceError(f"dtype {dtype} cannot be used: the CPU backend computes in f32, and {reason}")
-    return CpuBackend()
+        raise DeviceError(f"dtype {precision.value} cannot be used: the CPU backend computes in f32, and {reason}")
+    return lambda _: CpuBackend()
 
 
 class _Engine:
     """What the handles of a model share."""
 
-    def __init__(self, name: str, backend: Backend, pipeline: Pipeline, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        backend_of: BackendOf,
+        pipeline: Pipeline,
+        tokenizer: Tokenizer,
+        rows_budget: int = EM_ROWS_BUDGET,
+    ) -> None:
+        """A forward takes at most `rows_budget` tokens, or what the device or the longest text makes of it."""
         self.name = name
+        self.dtype = backend.dtype
         self.backend = backend
         self.pipeline = pipeline
         self.tokenizer = tokenizer
         self.pooling = pipeline.pooling
         self.maxseq = pipeline.maxseq
+        self._backend_of = backend_of
         self._num_owners = 0
         self._owners_lock = threading.Lock()
         # Changed by what the backend's `call` runs, one after another: a forward, an unload, a load.
         self._encoder: Encoder | None = None
+        self._exact: _Engine | None = None
+        self.recomputed = 0
+        if self.dtype is DType.F32 and self._takes_split:
+            self.backend.dtype = DType.SPLIT
         # A text is never split, so a forward must hold the longest.
-        if backend.dtype is DType.F32 and takes_split(pipeline.config, backend.arch):
-            backend.dtype = DType.SPLIT
-        self._max_tokens = max(min(EM_ROWS_BUDGET, backend.rows_budget), pipeline.config.max_tokens)
+        self._max_tokens = max(min(rows_budget, self.backend.rows_budget), pipeline.config.max_tokens)
 
     @property
     def loaded(self) -> bool:
         return self._encoder is not None and not self.backend.faulted
 
     @property
+    def exceeds_split(self) -> bool:
+        return self.dtype is DType.F32 and self.backend.dtype is DType.F32 and self._takes_split
+
+    @property
+    def _takes_split(self) -> bool:
+        return takes_split(self.pipeline.config, self.backend.arch)
+
+    @property
+    def kernel_count(self) -> int:
+        exact = self._exact
+        return self.backend.kernel_count + (exact.kernel_count if exact is not None else 0)
+
+    @property
     def weights_bytes(self) -> int:
-        encoder = self._encoder
-        return encoder.weights_bytes if encoder is not None else 0
+        encoder, exact = self._encoder, self._exact
+        own = encoder.weights_bytes if encoder is not None else 0
+        return own + (exact.weights_bytes if exact is not None else 0)
 
     @property
     def workspace_bytes(self) -> int:
-        encoder = self._encoder
-        return encoder.workspace_bytes if encoder is not None else 0
+        encoder, exact = self._encoder, self._exact
+        own = encoder.workspace_bytes if encoder is not None else 0
+        return own + (exact.workspace_bytes if exact is not None else 0)
 
     def add_owner(self) -> None:
         with self._owners_lock:
@@ -324,19 +386,82 @@ class _Engine:
         vectors = out
 
         def forward() -> None:
-            encoder = self._encoder
-            if encoder is None or self.backend.faulted:
-                raise ClosedError("the weights are unloaded: reload() brings them back")
             pooling = self.pooling
             if normalize is not None:
                 pooling = Pooling(pooling.mode, normalize)
-            for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX):
-                encoder.forward(vectors[batch.first : batch.last], batch, pooling)
+            try:
+                self._forward(vectors, ids, offsets, pooling)
+                self._recompute(vectors, ids, offsets, pooling)
+            except DriverError as error:
+                self._drop_exact(error)
+                raise
 
         self.backend.call(forward)
-        for text in np.flatnonzero(~np.isfinite(out).all(axis=1)):
-            raise NonFiniteError(f"texts[{text}]: the model gives a vector that is not finite")
         return out
+
+    def _forward(
+        self, out: NDArray[np.float32], ids: NDArray[np.int32], offsets: NDArray[np.int64], pooling: Pooling
+    ) -> None:
+        encoder = self._encoder
+        if encoder is None or self.backend.faulted:
+            raise ClosedError("the weights are unloaded: reload() brings them back")
+        for batch in batches(ids, offsets, self.pipeline.config, self._max_tokens, EM_BATCH_MAX):
+            encoder.forward(out[batch.first : batch.last], batch, pooling)
+
+    def _recompute(
+        self, out: NDArray[np.float32], ids: NDArray[np.int32], offsets: NDArray[np.int64], pooling: Pooling
+    ) -> None:
+        """Computes every vector that is not finite again in f32, each text alone; NonFiniteError where that fails."""
+        finite = np.isfinite(out)
+        if finite.all():
+            return
+        for text in np.flatnonzero(~finite.all(axis=1)):
+            problem, precision = f"texts[{text}]: the model gives a vector that is not finite", self.dtype.value
+            if self.dtype is DType.F32:
+                raise NonFiniteError(problem)
+            try:
+                exact = self._exact or self._load_exact()
+            except (ModelError, CompileError, OutOfMemory) as error:
+                raise NonFiniteError(f"{problem} in {precision}, and cannot be loaded in f32: {error}") from error
+            row, start, end = out[text : text + 1], offsets[text], offsets[text + 1]
+            exact.backend.call(partial(exact._forward, row, ids[start:end], np.array([0, end - start]), pooling))
+            if not np.isfinite(row).all():
+                raise NonFiniteError(f"{problem}, neither in {precision} nor in f32")
+            self.recomputed += 1
+            if self.recomputed == 1:
+                remedy = "--dtype bf16 or f32" if self.dtype is DType.F16 else "--dtype f32"
+                logger.warning(
+                    f"{self.name}: the range of {precision} is too small for this model: a text whose vector is not "
+                    f"finite is computed again in f32, by itself, with a second copy of the weights; {remedy} avoids it"
+                )
+
+    def _load_exact(self) -> "_Engine":
+        """The same model in f32 on the same device, kept until `unload`; its workspace is for the longest text."""
+        backend = self._backend_of(DType.F32)
+        exact = _Engine(self.name, backend, self._backend_of, self.pipeline, self.tokenizer, rows_budget=0)
+        exact.pooling = self.pooling  # forwards are recorded for it
+        try:
+            exact.reload()
+        except BaseException:
+            exact.backend.stop()
+            raise
+        self._exact = exact
+        return exact
+
+    def _drop_exact(self, error: DriverError | None = None) -> None:
+        """Gives the model in f32 back, after `error` if there was one."""
+        exact, self._exact = self._exact, None
+        if exact is None:
+            return
+        if error is not None:
+            # A fault loses the context, which is both engines': raised there too, it closes what was in it quietly.
+            def fail() -> None:
+                raise error
+
+            with suppress(DriverError):
+                exact.backend.call(fail)
+        exact.unload()
+        exact.backend.stop()
 
     def unload(self) -> None:
         self.backend.call(self._unload)
@@ -346,6 +471,7 @@ class _Engine:
 
     def _unload(self) -> None:
         self._encoder = None
+        self._drop_exact()
         self.backend.release()
 
     def _load(self, progress: Progress | None) -> None:

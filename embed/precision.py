@@ -33,7 +33,8 @@ class Scales:
     """Of split states: by what the numbers are multiplied, powers of two."""
 
     hidden: float
-    context: float
+    qkv: float
+    """Of queries, keys and values, and of the context, which is a mean of values and no larger."""
     inner: float
 
 
@@ -55,7 +56,7 @@ def split_scales(backend: Backend, config: ModelConfig, weights: Mapping[str, An
         backend.download(values, weights[name])
         return values
 
-    hidden = context = inner = norm = 0.0
+    hidden = qkv = inner = norm = 0.0
 
     def pass_layer_norm(name: str) -> None:
         nonlocal hidden, norm
@@ -66,12 +67,11 @@ def split_scales(backend: Backend, config: ModelConfig, weights: Mapping[str, An
     pass_layer_norm("embeddings")
     for layer in range(config.num_layers):
         qkv_bound, up_bound = bounds[layer, :2]
-        # A context is a mean of values, and no larger.
-        context = max(context, norm * qkv_bound + float(np.abs(vector(f"layer.{layer}.qkv_bias")).max()))
+        qkv = max(qkv, norm * qkv_bound + float(np.abs(vector(f"layer.{layer}.qkv_bias")).max()))
         pass_layer_norm(f"layer.{layer}.attention")
         inner = max(inner, norm * up_bound + float(np.abs(vector(f"layer.{layer}.up_bias")).max()))
         pass_layer_norm(f"layer.{layer}.down")
-    scales = [_scale(bound) for bound in (hidden, context, inner)]
+    scales = [_scale(bound) for bound in (hidden, qkv, inner)]
     return Scales(*scales) if min(scales) >= _LEAST_SCALE else None
 
 

@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 class Backend(Protocol):
     """Tensors on one device, and operators that run on them.
 
-    `call` may come from any thread; every other method, inside a function that `call` runs. A tensor is whatever the
-    backend takes for one: an engine only passes it on.
+    `call` and `begin` may come from any thread; every other method, inside a function that `call` runs. A tensor is
+    whatever the backend takes for one: an engine only passes it on.
     """
 
     @property
@@ -55,8 +55,11 @@ class Backend(Protocol):
     def stop(self) -> None:
         """Gives the device back for good."""
 
+    def begin(self) -> None:
+        """Begins to take the device, and does not wait: what goes wrong is raised by `acquire`."""
+
     def acquire(self) -> None:
-        """Takes the device."""
+        """Takes the device; nothing is done where it is held."""
 
     def release(self) -> None:
         """Gives everything on the device back; nothing is done where nothing is held."""
@@ -73,8 +76,8 @@ class Backend(Protocol):
     def finish_loading(self) -> None:
         """Waits until the weights have arrived and the prepared kernels are loaded; only then may the arrays go."""
 
-    def view(self, tensor: Any, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> Any:
-        """A tensor of another shape, or of another type of the same size, at an element of a flat one's memory."""
+    def view(self, tensor: Any, shape: tuple[int, ...], start: int = 0) -> Any:
+        """A tensor of another shape at an element of a flat one's memory."""
 
     def upload(self, tensor: Any, array: NDArray[Any]) -> Any:
         """The array on the device, at the head of `tensor`."""

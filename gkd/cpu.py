@@ -39,6 +39,9 @@ class CpuBackend:
         with self._lock:
             return function()
 
+    def begin(self) -> None:
+        """There is nothing to take."""
+
     def acquire(self) -> None:
         """There is nothing to take."""
 
@@ -71,10 +74,9 @@ class CpuBackend:
             self.run(Cast(stored, target), whole[index * rows : (index + 1) * rows], array)
         return whole
 
-    def view(self, buffer: Array, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> Array:
-        """An array of another shape, and of another type of the same size, at an element of a flat one's memory."""
-        part = buffer[start : start + math.prod(shape)].reshape(shape)
-        return part if dtype is None else part.view(dtype.storage)
+    def view(self, buffer: Array, shape: tuple[int, ...], start: int = 0) -> Array:
+        """An array of another shape at an element of a flat one's memory."""
+        return buffer[start : start + math.prod(shape)].reshape(shape)
 
     def upload(self, buffer: Array, array: NDArray[Any]) -> Array:
         """The array, which is where it has to be."""

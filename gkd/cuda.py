@@ -84,6 +84,10 @@ class CudaBackend:
 
         return self._thread.call(watched)
 
+    def begin(self) -> None:
+        """Begins to take the device's context, which takes a tenth of a second; `acquire` raises what goes wrong."""
+        self._thread.post(self.acquire)
+
     def stop(self) -> None:
         """Gives the device back and ends the thread."""
         self.call(self.release)
@@ -92,8 +96,9 @@ class CudaBackend:
     # From here on: only on the device thread.
 
     def acquire(self) -> None:
-        """Takes the device's context."""
-        self._held = _Held(self.device)
+        """Takes the device's context; nothing is done where it is held."""
+        if self._held is None:
+            self._held = _Held(self.device)
         self.faulted = False
 
     def release(self) -> None:
@@ -129,9 +134,9 @@ class CudaBackend:
         """Waits for the copies of weights and for the prepared kernels, and gives the staging memory back."""
         self._open.finish_loading()
 
-    def view(self, tensor: Tensor, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> Tensor:
-        """A tensor of another shape, or of another type of the same size, at an element of a flat one's memory."""
-        return tensor.view(shape, start, dtype)
+    def view(self, tensor: Tensor, shape: tuple[int, ...], start: int = 0) -> Tensor:
+        """A tensor of another shape at an element of a flat one's memory."""
+        return tensor.view(shape, start)
 
     def upload(self, tensor: Tensor, array: NDArray[Any]) -> Tensor:
         """Queues a copy of an array to the head of `tensor`; the array may be changed once this returns."""
@@ -173,7 +178,12 @@ class _Held:
         self._handle = check("cuDeviceGet", cu.cuDeviceGet(device.ordinal))
         self._device = device
         context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
-        check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
+        try:
+            check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
+            self.stream = Stream()
+        except DriverError:
+            check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self._handle))
+            raise
         self._synchronous = environment.sync
         self._recording = False  # a stream that is recorded cannot be waited for
         self._cache = CubinCache(environment.cache_dir, complete=environment.assert_cached)
@@ -183,7 +193,6 @@ class _Held:
         self._plans: dict[tuple[Operator, DType], KernelPlan] = {}
         self._graphs: list[Graph] = []
         self.kernels: dict[KernelSpec, Kernel] = {}
-        self.stream = Stream()
         self.arena = Arena()
         self.staging = Staging(self.stream)
 

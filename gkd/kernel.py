@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.dtype import DType
+from gkd.dtype import DType, dtype_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,28 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """An argument by which the copy engine of sm_90 and later moves boxes of a matrix, swizzled over 128 bytes."""
+    """An argument by which the copy engine of sm_90 and later moves boxes of a matrix, swizzled over 128 bytes.
+
+    A box is 128 bytes of some neighbouring rows, from any column on. Of a split matrix it is that of the high parts,
+    and then that of the low ones. With `slices` a row is cut into slices of 128 bytes, and a box is so many
+    neighbouring slices of the rows, one after another.
+    """
 
     tensor: Any
-    """(rows, columns), contiguous, a row of a multiple of 16 bytes. A split one has the columns of its high parts, then
-    those of its low ones."""
+    """(rows, columns), contiguous, a row of a multiple of 16 bytes, and of whole slices if it is cut."""
     box_rows: int
-    """Rows of a box, at most 256; its columns are 128 bytes."""
+    """At most 256."""
+    slices: int = 0
+
+    def planes(self, num_columns: int, element_bytes: int) -> tuple[int, int]:
+        """How the rows, of so many elements, are divided into planes of equal width, one after another in a row.
+
+        Returns the elements of a plane's row, and how many planes a box has.
+        """
+        if self.slices:
+            return 128 // element_bytes, self.slices
+        num_parts = 2 if dtype_of(self.tensor) is DType.SPLIT else 1
+        return num_columns // num_parts, num_parts
 
 
 @dataclass(frozen=True, slots=True)

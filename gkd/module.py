@@ -80,8 +80,7 @@ def _argument(value: Any) -> tuple[Any, Any]:
     if isinstance(value, Tensor):
         return value.pointer, ctypes.c_void_p
     if isinstance(value, TensorMap):
-        tensor = value.tensor
-        return _encode_tensor_map(tensor.pointer, *tensor.shape, tensor.dtype, value.box_rows), None
+        return _encode_tensor_map(value), None
     if isinstance(value, float):
         return value, ctypes.c_float
     return value, ctypes.c_int
@@ -90,25 +89,32 @@ def _argument(value: Any) -> tuple[Any, Any]:
 # Some times as many as a forward has weights and states. A map is a function of its numbers alone: it is never out of
 # date, whatever has come to lie at the address.
 @lru_cache(maxsize=4096)
-def _encode_tensor_map(pointer: int, num_rows: int, num_columns: int, dtype: DType, box_rows: int) -> Any:
+def _encode_tensor_map(value: TensorMap) -> Any:
     kinds = cu.CUtensorMapDataType
-    if dtype is DType.SPLIT:
-        dtype, num_columns = DType.F16, 2 * num_columns
-    kind = {
-        DType.F32: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        DType.F16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        DType.BF16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    }[dtype]
+    kind, element_bytes = {
+        DType.F32: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
+        DType.F16: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
+        DType.BF16: (kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
+        DType.SPLIT: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
+    }[value.tensor.dtype]
+    num_rows, num_columns = value.tensor.shape
+    row_bytes = num_columns * value.tensor.dtype.itemsize
+    width, box_planes = value.planes(row_bytes // element_bytes, element_bytes)
+    # What `tma_load_2d` takes has two dimensions, what `tma_load_3d` takes the planes for a third.
+    num_dimensions = 2 if box_planes == 1 and not value.slices else 3
+    sizes = (width, num_rows, row_bytes // (width * element_bytes))
+    strides_bytes = (row_bytes, width * element_bytes)
+    box = (128 // element_bytes, value.box_rows, box_planes)
     return check(
         "cuTensorMapEncodeTiled",
         cu.cuTensorMapEncodeTiled(
             kind,
-            2,
-            pointer,
-            [cu.cuuint64_t(num_columns), cu.cuuint64_t(num_rows)],
-            [cu.cuuint64_t(num_columns * dtype.itemsize)],
-            [cu.cuuint32_t(128 // dtype.itemsize), cu.cuuint32_t(box_rows)],
-            [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+            num_dimensions,
+            value.tensor.pointer,
+            [cu.cuuint64_t(size) for size in sizes[:num_dimensions]],
+            [cu.cuuint64_t(stride) for stride in strides_bytes[: num_dimensions - 1]],
+            [cu.cuuint32_t(size) for size in box[:num_dimensions]],
+            [cu.cuuint32_t(1)] * num_dimensions,
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

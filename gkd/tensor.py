@@ -22,11 +22,11 @@ class Tensor:
         """Bytes it takes."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def view(self, shape: tuple[int, ...], start: int = 0, dtype: DType | None = None) -> "Tensor":
-        """A tensor of another shape, and of another type of the same size, in this one's memory from an element on."""
+    def view(self, shape: tuple[int, ...], start: int = 0) -> "Tensor":
+        """A tensor of another shape in this one's memory, from an element on."""
         if start < 0 or start + prod(shape) > prod(self.shape):
             raise ValueError(f"a tensor of shape {shape} does not fit at element {start} of one of shape {self.shape}")
-        return replace(self, pointer=self.pointer + start * self.dtype.itemsize, shape=shape, dtype=dtype or self.dtype)
+        return replace(self, pointer=self.pointer + start * self.dtype.itemsize, shape=shape)
 
     def scaled(self, scale: float) -> "Tensor":
         """The same memory, for numbers of another scale."""

@@ -1,7 +1,7 @@
 // add_layer_norm: residual = LayerNorm(x + residual) * gamma + beta, and out the same as an operand
 // out (max_rows, HIDDEN_SIZE) Operand, split by out_scale; x (max_rows, HIDDEN_SIZE) T; residual (max_rows, HIDDEN_SIZE), gamma, beta (HIDDEN_SIZE) f32; row_count (1) i32; fp32
 // statistics in two passes; where operands are float, out is residual
-// launch  grid = ceil(max_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
+// launch  grid = ceil(max_rows / (block / 32)), block = at most NUM_THREADS, smem = 0; one warp a row
 // bound   memory: reads x and residual once, writes residual and out once
 // source  see gkd/ops/add_layer_norm.py
 #include "include/layer_norm.cuh"
@@ -15,14 +15,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void add_layer_norm(
     Operand* out, float* residual, const T* x, const float* gamma, const float* beta, const int* row_count, float eps,
     float out_scale) {
     grid_launch_next();
-    grid_wait();
-    int row = blockIdx.x * (NUM_THREADS / 32) + threadIdx.x / 32;
+    int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (row >= *row_count) return;  // a whole warp, so that no lane misses a shuffle
+    LaneRow<HIDDEN_SIZE> sum, factor, shift;
+    // Weights come from memory, x and residual from the cache, where the kernel before has just left them.
+    factor.load(gamma);
+    shift.load(beta);
+    grid_wait();
     size_t offset = static_cast<size_t>(row) * HIDDEN_SIZE;
-    LaneRow<HIDDEN_SIZE> sum;
     sum.load(x + offset);
     sum.add(residual + offset);
-    sum.normalize(gamma, beta, eps);
+    sum.normalize(factor, shift, eps);
     sum.store(residual + offset);
     if constexpr (sizeof(Operand) != sizeof(float)) sum.store_operand_row(out, row, out_scale);
 }

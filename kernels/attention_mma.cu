@@ -7,30 +7,11 @@
 // bound   arithmetic: mma.sync, then in equal parts exponentials (one for every 4 * HEAD_DIM operations), the reads of
 //         shared memory and the issue of instructions, of which the blocks of a multiprocessor overlap what they can
 // source  see gkd/ops/attention.py; tiles and registers as in Dao 2023 (FlashAttention-2)
-#include "include/attention.cuh"
-#include "include/mma.cuh"
-#include "include/reduce.cuh"
-#include "include/vector.cuh"
+#include "include/attention_mma.cuh"
 
-#if !defined(BLOCK_Q) || !defined(BLOCK_K) || !defined(NUM_THREADS) || !defined(MIN_BLOCKS) || !defined(SMEM_BYTES)
-#error "BLOCK_Q, BLOCK_K, NUM_THREADS, MIN_BLOCKS, SMEM_BYTES: set by gkd.ops.attention"
-#endif
-
-constexpr int NUM_STAGES = 2;
-constexpr int WARP_ROWS = BLOCK_Q / (NUM_THREADS / 32);
-// NOTE: each fragment of keys and values that is read from shared memory serves all of a warp's row tiles. With one tile
-// of 16 rows those reads alone would take longer than the products.
-constexpr int ROW_TILES = WARP_ROWS / 16;
-constexpr int KEY_TILES = BLOCK_K / 8;
-constexpr int DIM_TILES = HEAD_DIM / 8;
-constexpr int DIM_STEPS = HEAD_DIM / 16;
-// A tile's rows are cut into chunks of 16 bytes, what cp.async and ldmatrix move.
-constexpr int CHUNKS = HEAD_DIM / 8;
 // NOTE: at a head width of 128, and for sm_120 already at 64, the queries' fragments would spill: they are read again for
 // each block of keys.
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM <= (__CUDA_ARCH__ >= 1200 ? 32 : 64);
-static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128);
-static_assert(WARP_ROWS % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K % (NUM_THREADS / CHUNKS) == 0);
 
 struct SharedStorage {
     T query[BLOCK_Q * HEAD_DIM];
@@ -39,45 +20,11 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES);
 
-// The element at which a chunk of a row begins. NOTE: the 8 rows that ldmatrix reads at once, at one chunk, must lie in
-// different 16-byte columns of the 128 bytes that shared memory delivers at a time: the row permutes the chunks.
-__device__ __forceinline__ int swizzle(int row, int chunk) {
-    constexpr int ROWS_PER_LINE = CHUNKS < 8 ? 8 / CHUNKS : 1;
-    constexpr int PERMUTED = CHUNKS < 8 ? CHUNKS : 8;
-    return row * HEAD_DIM + (chunk ^ (row / ROWS_PER_LINE % PERMUTED)) * 8;
-}
-
-// Where in a tile the row begins that a lane gives to ldmatrix, for the tile's first 16 rows and 16 dimensions. Of its four
-// 8 x 8 matrices the second lies below the first and the third right of it, for queries and for transposed values; for
-// keys, whose rows are the right operand's columns, the other way round. From there, 16 rows down are a sum, and chunks to
-// the right an exclusive or, because the permutation is one.
-__device__ __forceinline__ int lane_of_rows(int lane_idx) { return swizzle(lane_idx % 16, lane_idx / 16); }
-__device__ __forceinline__ int lane_of_keys(int lane_idx) {
-    return swizzle(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);
-}
-
-// Starts to copy ROWS rows, of which the first num_rows exist; the others, which are not read, become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(T* smem_tile, const T* gmem_tile, int num_rows) {
-    int chunk = threadIdx.x % CHUNKS;
-#pragma unroll
-    for (int first = 0; first < ROWS; first += NUM_THREADS / CHUNKS) {
-        int row = first + threadIdx.x / CHUNKS;
-        const T* source = gmem_tile + static_cast<size_t>(row) * QKV_STRIDE + chunk * 8;
-        cp_async_16(smem_tile + swizzle(row, chunk), source, row < num_rows ? 16 : 0);
-    }
-}
-
 // Starts to copy a block of keys, of which the first num_keys exist, and their values, one group of copies.
 __device__ __forceinline__ void load_block(SharedStorage& shared, int stage, const T* key_rows, int num_keys) {
     load_tile<BLOCK_K>(shared.key[stage], key_rows, num_keys);
     load_tile<BLOCK_K>(shared.value[stage], key_rows + HIDDEN_SIZE, num_keys);
     cp_async_commit();
-}
-
-// The warp's queries of one row tile, dimensions step * 16 and on, as the left operand.
-__device__ __forceinline__ void load_query(unsigned (&fragment)[4], const T* smem_query, int row_tile, int step) {
-    ldmatrix_x4(fragment, smem_query + row_tile * 16 * HEAD_DIM + (lane_of_rows(threadIdx.x % 32) ^ step * 16));
 }
 
 // scores = queries @ keys.T, a warp's rows by BLOCK_K
@@ -101,7 +48,7 @@ __device__ __forceinline__ void multiply_keys(
 #pragma unroll
         for (int key_tile = 0; key_tile < KEY_TILES; key_tile += 2) {
             unsigned b[4];
-            ldmatrix_x4(b, smem_key + key_tile * 8 * HEAD_DIM + (lane_of_keys(threadIdx.x % 32) ^ step * 16));
+            load_keys(b, smem_key, key_tile, step);
 #pragma unroll
             for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
                 mma_m16n8k16(scores[row_tile][key_tile], a[row_tile], b[0], b[1]);
@@ -128,48 +75,13 @@ __device__ __forceinline__ void multiply_values(
 #pragma unroll
         for (int dim_tile = 0; dim_tile < DIM_TILES; dim_tile += 2) {
             unsigned b[4];
-            int offset = lane_of_rows(threadIdx.x % 32) ^ dim_tile * 8;
-            ldmatrix_x4_trans(b, smem_value + key_tile * 8 * HEAD_DIM + offset);
+            load_values(b, smem_value, key_tile, dim_tile);
 #pragma unroll
             for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
                 mma_m16n8k16(context[row_tile][dim_tile], a[row_tile], b[0], b[1]);
                 mma_m16n8k16(context[row_tile][dim_tile + 1], a[row_tile], b[2], b[3]);
             }
         }
-    }
-}
-
-// Scores to weights, 2^(score * scale_log2 - maximum), of one of a lane's rows: elements [0, 2) or [2, 4) of its row tile.
-// running_max is of scaled scores; running_sum is the lane's own part, which the kernel completes at the end.
-__device__ __forceinline__ void weigh(
-    float (&scores)[KEY_TILES][4],
-    float (&context)[DIM_TILES][4],
-    int element,
-    float& running_max,
-    float& running_sum,
-    float scale_log2) {
-    float block_max = NEGATIVE_INFINITY;
-#pragma unroll
-    for (int key_tile = 0; key_tile < KEY_TILES; ++key_tile) {
-        block_max = fmaxf(block_max, fmaxf(scores[key_tile][element], scores[key_tile][element + 1]));
-    }
-    float new_max = fmaxf(running_max, warp_max<4>(block_max) * scale_log2);
-    float correction = ex2_approx(running_max - new_max);
-    running_max = new_max;
-    float block_sum = 0.0f;
-#pragma unroll
-    for (int key_tile = 0; key_tile < KEY_TILES; ++key_tile) {
-#pragma unroll
-        for (int i = element; i < element + 2; ++i) {
-            scores[key_tile][i] = ex2_approx(fmaf(scores[key_tile][i], scale_log2, -new_max));
-            block_sum += scores[key_tile][i];
-        }
-    }
-    running_sum = fmaf(running_sum, correction, block_sum);
-#pragma unroll
-    for (int dim_tile = 0; dim_tile < DIM_TILES; ++dim_tile) {
-        context[dim_tile][element] *= correction;
-        context[dim_tile][element + 1] *= correction;
     }
 }
 
@@ -226,25 +138,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
         }
         float scores[ROW_TILES][KEY_TILES][4] = {};
         multiply_keys(scores, query, smem_query, shared.key[stage]);
-        if (next_key > length) {
-#pragma unroll
-            for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
-#pragma unroll
-                for (int key_tile = 0; key_tile < KEY_TILES; ++key_tile) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        int key = first_key + key_tile * 8 + lane_idx % 4 * 2 + i % 2;
-                        if (key >= length) scores[row_tile][key_tile][i] = NEGATIVE_INFINITY;
-                    }
-                }
-            }
-        }
+        mask(scores, first_key, length);
 #pragma unroll
         for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float &row_max = running_max[row_tile][half], &row_sum = running_sum[row_tile][half];
-                weigh(scores[row_tile], context[row_tile], half * 2, row_max, row_sum, scale_log2);
+                float correction = weigh<1>(scores[row_tile], half * 2, row_max, row_sum, scale_log2);
+#pragma unroll
+                for (int i = 0; i < DIM_TILES * 2; ++i) context[row_tile][i / 2][half * 2 + i % 2] *= correction;
             }
         }
         multiply_values(context, scores, shared.value[stage]);
@@ -269,12 +171,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
     }
     __syncwarp();
     T* out_rows = out + static_cast<size_t>(start + first_query) * HIDDEN_SIZE + blockIdx.y * HEAD_DIM;
-#pragma unroll
-    for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
-        int row = first_row + lane_idx / CHUNKS + i * (32 / CHUNKS), chunk = lane_idx % CHUNKS;
-        if (row < num_rows) {
-            T* destination = out_rows + static_cast<size_t>(row) * HIDDEN_SIZE + chunk * 8;
-            store_vector(destination, load_vector<8>(shared.query + swizzle(row, chunk)));
-        }
-    }
+    store_tile<HIDDEN_SIZE>(out_rows, shared.query, first_row, num_rows);
 }

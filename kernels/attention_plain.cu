@@ -1,6 +1,7 @@
 // attention_plain: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, for any HEAD_DIM up to 256
-// out (num_tokens, NUM_HEADS * HEAD_DIM) Operand, split by out_scale; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
-// keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM); fp32 throughout, rounded once
+// out (num_tokens, NUM_HEADS * HEAD_DIM), qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) Operand, a row of qkv being all queries,
+// all keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM), and where operands are split / scale of qkv^2;
+// out_scale = scale of out / scale of qkv; fp32 throughout, rounded once
 // launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = 0; one warp a query,
 //         which walks the text's keys in blocks of BLOCK_K
 // bound   reads of the first-level cache and shuffles: for head widths that no model we know has, right rather than fast
@@ -19,16 +20,16 @@ static_assert(BLOCK_K == 32, "a lane a key");
 // Dimension i * 32 + lane_idx is element i of the lane.
 constexpr int LANE_DIMS = (HEAD_DIM + 31) / 32;
 
-__device__ __forceinline__ void load_row(float (&values)[LANE_DIMS], const T* row, int lane_idx) {
+__device__ __forceinline__ void load_row(float (&values)[LANE_DIMS], const Operand* row, int lane_idx) {
 #pragma unroll
     for (int i = 0; i < LANE_DIMS; ++i) {
         int dim = i * 32 + lane_idx;
-        values[i] = dim < HEAD_DIM ? to_float(row[dim]) : 0.0f;
+        values[i] = dim < HEAD_DIM ? load_operand<QKV_COLUMNS>(row, dim) : 0.0f;
     }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void attention_plain(
-    Operand* out, const T* qkv, const int* work, float scale, float out_scale) {
+    Operand* out, const Operand* qkv, const int* work, float scale, float out_scale) {
     grid_launch_next();
     grid_wait();
     Item item(work);
@@ -36,15 +37,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void attention_plain(
     int query_idx = item.first_query + threadIdx.x / 32;
     if (query_idx >= length) return;  // a whole warp, so that no lane misses a shuffle
     int lane_idx = threadIdx.x % 32;
-    const T* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
+    const Operand* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
 
     float query[LANE_DIMS], context[LANE_DIMS] = {};
     load_row(query, text_rows + static_cast<size_t>(query_idx) * QKV_STRIDE, lane_idx);
     // running_sum is the lane's own part, completed once at the end.
     float running_max = NEGATIVE_INFINITY, running_sum = 0.0f;
     for (int first_key = 0; first_key < length; first_key += BLOCK_K) {
-        const T* key_rows = text_rows + static_cast<size_t>(first_key) * QKV_STRIDE + HIDDEN_SIZE;
-        const T* value_rows = key_rows + HIDDEN_SIZE;
+        const Operand* key_rows = text_rows + static_cast<size_t>(first_key) * QKV_STRIDE + HIDDEN_SIZE;
+        const Operand* value_rows = key_rows + HIDDEN_SIZE;
         int num_keys = min(BLOCK_K, length - first_key);
         float score = NEGATIVE_INFINITY;  // of key lane_idx
         for (int key_idx = 0; key_idx < num_keys; ++key_idx) {

@@ -1,5 +1,5 @@
 // attention_simt: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, in fp32 throughout
-// out (num_tokens, NUM_HEADS * HEAD_DIM) Operand, split by out_scale; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
+// out (num_tokens, NUM_HEADS * HEAD_DIM), qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row of qkv being all queries, all
 // keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM); rounded once, at the store
 // launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = SMEM_BYTES; a thread has
 //         BLOCK_Q / 16 queries, which eight lanes share, and walks the text's keys in blocks of BLOCK_K
@@ -7,7 +7,6 @@
 // source  see gkd/ops/attention.py; blocks as in Dao et al. 2022 (FlashAttention)
 #include "include/attention.cuh"
 #include "include/reduce.cuh"
-#include "include/split.cuh"
 #include "include/vector.cuh"
 
 #if !defined(BLOCK_Q) || !defined(BLOCK_K) || !defined(NUM_THREADS) || !defined(MIN_BLOCKS) || !defined(SMEM_BYTES)
@@ -108,8 +107,7 @@ __device__ __forceinline__ void multiply_values(
 // The block's first THREAD_ROWS * ROW_STEP queries, of which num_queries exist, against all keys of the text.
 template <int THREAD_ROWS>
 __device__ __forceinline__ void attend(
-    Operand* out, int first_out_row, const T* query_rows, const T* key_rows, int num_queries, int length, float scale,
-    float out_scale, SharedStorage& shared) {
+    T* out_rows, const T* query_rows, const T* key_rows, int num_queries, int length, float scale, SharedStorage& shared) {
     int lane_idx = threadIdx.x % 32, column = lane_idx % COLUMN_LANES;
     int first_row = threadIdx.x / 32 * ROW_LANES + lane_idx / COLUMN_LANES;
     load_tile<THREAD_ROWS * ROW_STEP>(shared.query, query_rows, num_queries, scale);
@@ -182,17 +180,18 @@ __device__ __forceinline__ void attend(
         if (row >= num_queries) continue;
 #pragma unroll
         for (int dim = 0; dim < THREAD_DIMS; dim += 4) {
-            float values[4];
+            Vector<T, 4> vector;
 #pragma unroll
-            for (int element = 0; element < 4; ++element) values[element] = context[i][dim + element] * inverse;
-            int out_column = blockIdx.y * HEAD_DIM + dim * COLUMN_LANES + column * 4;
-            store_operand<HIDDEN_SIZE>(out, first_out_row + row, out_column, values, out_scale);
+            for (int element = 0; element < 4; ++element) {
+                vector.values[element] = from_float<T>(context[i][dim + element] * inverse);
+            }
+            store_vector(out_rows + static_cast<size_t>(row) * HIDDEN_SIZE + dim * COLUMN_LANES + column * 4, vector);
         }
     }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_simt(
-    Operand* out, const T* qkv, const int* work, float scale, float out_scale) {
+    T* out, const T* qkv, const int* work, float scale) {
     grid_launch_next();
     grid_wait();
     extern __shared__ uint4 smem[];
@@ -206,12 +205,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
     const T* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
     const T* query_rows = text_rows + static_cast<size_t>(first_query) * QKV_STRIDE;
     const T* key_rows = text_rows + HIDDEN_SIZE;
-    int first_out_row = start + first_query;
+    T* out_rows = out + static_cast<size_t>(start + first_query) * HIDDEN_SIZE + blockIdx.y * HEAD_DIM;
     // A short text, or the tail of a long one, takes the same steps for each query, on fewer queries a thread.
     if (num_queries <= 2 * ROW_STEP) {
-        attend<2>(out, first_out_row, query_rows, key_rows, num_queries, length, scale, out_scale, shared);
+        attend<2>(out_rows, query_rows, key_rows, num_queries, length, scale, shared);
     } else {
-        attend<BLOCK_Q / ROW_STEP>(
-            out, first_out_row, query_rows, key_rows, num_queries, length, scale, out_scale, shared);
+        attend<BLOCK_Q / ROW_STEP>(out_rows, query_rows, key_rows, num_queries, length, scale, shared);
     }
 }

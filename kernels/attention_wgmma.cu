@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_keys(
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / STEP_K; ++step) {
         int box = step * STEP_K / BOX, offset = step * STEP_K % BOX;
-        wgmma_m64n128k16(scores, wgmma_descriptor(query[box] + offset), wgmma_descriptor(key[box] + offset), step > 0);
+        wgmma(scores, wgmma_descriptor(query[box] + offset), wgmma_descriptor(key[box] + offset), step > 0);
     }
     wgmma_commit();
 }
@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_values(
     for (int step = 0; step < BLOCK_K / STEP_K; ++step) {
         if (step * STEP_K < num_keys) {
             unsigned long long rows = wgmma_descriptor(value[0] + step * STEP_K * BOX, sizeof(value[0]));
-            wgmma_registers(context, weights[step], rows, step > 0 || accumulate);
+            wgmma(context, weights[step], rows, step > 0 || accumulate);
         }
     }
     wgmma_commit();
@@ -237,6 +237,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
             mbarrier_init(&shared.value_empty[stage], num_arrivals);
         }
         fence_mbarrier_init();
+        prefetch_tensor_map(query_map);
+        prefetch_tensor_map(key_map);
     }
     grid_launch_next();
     grid_wait();

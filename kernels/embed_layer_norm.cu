@@ -30,11 +30,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
     grid_wait();
     int row = blockIdx.x * (NUM_THREADS / 32) + threadIdx.x / 32;
     if (row >= *row_count) return;  // a whole warp, so that no lane misses a shuffle
-    LaneRow<HIDDEN_SIZE> sum;
+    LaneRow<HIDDEN_SIZE> sum, factor, shift;
     sum.load(word + static_cast<size_t>(input_ids[row]) * HIDDEN_SIZE);
     sum.add(token_type);
     sum.add(position + static_cast<size_t>(position_ids[row]) * HIDDEN_SIZE);
-    sum.normalize(gamma, beta, eps);
+    factor.load(gamma);
+    shift.load(beta);
+    sum.normalize(factor, shift, eps);
     size_t offset = static_cast<size_t>(row) * HIDDEN_SIZE;
     sum.store(residual + offset);
     if constexpr (sizeof(Operand) != sizeof(float)) sum.store_operand_row(out, row, out_scale);

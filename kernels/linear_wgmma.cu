@@ -72,7 +72,7 @@ __device__ __forceinline__ void multiply(float (&sums)[NUM_PARTS_M][64], SharedS
 #pragma unroll
             for (int part_m = 0; part_m < NUM_PARTS_M; ++part_m) {
                 const T* x = shared.stages[stage].x + part_m * WGMMA_M * BLOCK_K + part_k * WGMMA_K;
-                wgmma_m64n128k16(sums[part_m], wgmma_descriptor(x), weight, k > 0 || part_k > 0);
+                wgmma(sums[part_m], wgmma_descriptor(x), weight, k > 0 || part_k > 0);
             }
         }
         wgmma_commit();

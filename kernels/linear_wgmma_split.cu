@@ -16,17 +16,17 @@
 #include "include/wgmma.cuh"
 
 #if !defined(IN_FEATURES) || !defined(OUT_FEATURES) || !defined(GELU) || !defined(OUT_SPLIT) || !defined(BLOCK_M) || \
-    !defined(BLOCK_N) || !defined(NUM_STAGES) || !defined(NUM_THREADS) || !defined(SMEM_BYTES)
+    !defined(BLOCK_N) || !defined(NUM_STAGES) || !defined(NUM_THREADS) || !defined(MIN_BLOCKS) || !defined(SMEM_BYTES)
 #error "IN_FEATURES, OUT_FEATURES, GELU, OUT_SPLIT, BLOCK_M/N, NUM_STAGES, NUM_THREADS, SMEM_BYTES: set by gkd.ops.linear"
 #endif
 
 constexpr int CHUNK_K = 64;  // and the elements of a row of 128 bytes, which is what the swizzle takes
 constexpr int NUM_CHUNKS = IN_FEATURES / CHUNK_K;
 constexpr int NUM_TILES_N = (OUT_FEATURES + BLOCK_N - 1) / BLOCK_N;
-constexpr int NUM_CONSUMERS = 2;
 constexpr int WGMMA_M = 64, WGMMA_K = 16;
-static_assert(BLOCK_M == NUM_CONSUMERS * WGMMA_M && BLOCK_N == 128);
-static_assert(NUM_THREADS == (NUM_CONSUMERS + 1) * 128, "two warpgroups that compute and one that copies");
+constexpr int NUM_CONSUMERS = BLOCK_M / WGMMA_M;
+static_assert(BLOCK_M % WGMMA_M == 0);
+static_assert(NUM_THREADS == (NUM_CONSUMERS + 1) * 128, "warpgroups that compute and one that copies");
 static_assert(IN_FEATURES % CHUNK_K == 0, "a box of high parts must not reach into the low ones");
 static_assert(OUT_FEATURES % 8 == 0);
 
@@ -40,29 +40,24 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES);
 
-// The copies of all tiles of this block, one chunk after another, as soon as a stage is free.
+// Copies one operand of all tiles of this block, one chunk after another, as soon as its stage is free. The first round
+// finds every stage free: the phase before the first counts as ended.
+template <int SIZE, class FirstRow>
 __device__ __forceinline__ void produce(
-    SharedStorage& shared, const TensorMap& x_map, const TensorMap& weight_map, int num_tiles) {
+    SharedStorage& shared, f16 (Stage::*operand)[2][SIZE], const TensorMap& map, int num_tiles, FirstRow first_row) {
     int step = 0;
     for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-        int row = tile / NUM_TILES_N * BLOCK_M, column = tile % NUM_TILES_N * BLOCK_N;
         for (int chunk = 0; chunk < NUM_CHUNKS; ++chunk, ++step) {
-            Stage& stage = shared.stages[step % NUM_STAGES];
-            unsigned long long* full = &shared.full[step % NUM_STAGES];
-            // The first round finds every stage free: the phase before the first counts as ended.
-            mbarrier_wait(&shared.empty[step % NUM_STAGES], step / NUM_STAGES % 2 ^ 1);
-            mbarrier_arrive_expect_tx(full, sizeof(Stage));
-            for (int part = 0; part < 2; ++part) {
-                int k = part * IN_FEATURES + chunk * CHUNK_K;
-                tma_load_2d(stage.x[part], x_map, k, row, full);
-                tma_load_2d(stage.weight[part], weight_map, k, column, full);
-            }
+            int stage = step % NUM_STAGES;
+            mbarrier_wait(&shared.empty[stage], step / NUM_STAGES % 2 ^ 1);
+            mbarrier_arrive_expect_tx(&shared.full[stage], 2 * SIZE * sizeof(f16));
+            tma_load_3d(shared.stages[stage].*operand, map, chunk * CHUNK_K, first_row(tile), 0, &shared.full[stage]);
         }
     }
 }
 
 // Starts the products of the chunk at the ring's step, 64 rows by BLOCK_N.
-__device__ __forceinline__ void multiply(float (&sums)[64], SharedStorage& shared, int step, int consumer_idx) {
+__device__ __forceinline__ void multiply(float (&sums)[BLOCK_N / 2], SharedStorage& shared, int step, int consumer_idx) {
     const Stage& stage = shared.stages[step % NUM_STAGES];
     mbarrier_wait(&shared.full[step % NUM_STAGES], step / NUM_STAGES % 2);
     wgmma_fence();
@@ -72,21 +67,21 @@ __device__ __forceinline__ void multiply(float (&sums)[64], SharedStorage& share
         const f16* weight = stage.weight[product == 0];
 #pragma unroll
         for (int k = 0; k < CHUNK_K; k += WGMMA_K) {
-            wgmma_m64n128k16(sums, wgmma_descriptor(x + k), wgmma_descriptor(weight + k), product > 0 || k > 0);
+            wgmma(sums, wgmma_descriptor(x + k), wgmma_descriptor(weight + k), product > 0 || k > 0);
         }
     }
     wgmma_commit();
 }
 
 // Adds a finished chunk, and gives its stage back.
-__device__ __forceinline__ void add(float (&totals)[64], const float (&sums)[64], SharedStorage& shared, int step) {
+__device__ __forceinline__ void add(float (&totals)[BLOCK_N / 2], const float (&sums)[BLOCK_N / 2], SharedStorage& shared, int step) {
     mbarrier_arrive_warp(&shared.empty[step % NUM_STAGES]);
 #pragma unroll
-    for (int i = 0; i < 64; ++i) totals[i] += sums[i];
+    for (int i = 0; i < BLOCK_N / 2; ++i) totals[i] += sums[i];
 }
 
 __device__ __forceinline__ void store(
-    Out* out, const float (&totals)[64], const float* bias, float inverse_scale, float out_scale, int num_rows,
+    Out* out, const float (&totals)[BLOCK_N / 2], const float* bias, float inverse_scale, float out_scale, int num_rows,
     int first_row, int first_column) {
     int lane_idx = threadIdx.x % 32;
 #pragma unroll
@@ -113,7 +108,7 @@ __device__ __forceinline__ void store(
     }
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void linear_wgmma_split(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void linear_wgmma_split(
     Out* out,
     const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap weight_map,
@@ -126,28 +121,35 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void linear_wgmma_split(
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
-            mbarrier_init(&shared.full[stage], 1);
+            mbarrier_init(&shared.full[stage], 2);
             mbarrier_init(&shared.empty[stage], NUM_CONSUMERS * 4);  // a lane of each warp
         }
         fence_mbarrier_init();
     }
     grid_launch_next();
-    grid_wait();
     __syncthreads();
 
     int num_rows = *row_count;
     int num_tiles = (num_rows + BLOCK_M - 1) / BLOCK_M * NUM_TILES_N;
     int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (warpgroup_idx == NUM_CONSUMERS) {
-        setmaxnreg_dec<40>();
-        if (threadIdx.x == NUM_CONSUMERS * 128) produce(shared, x_map, weight_map, num_tiles);
+        if constexpr (MIN_BLOCKS == 1) setmaxnreg_dec<40>();
+        // The first weights are on their way before the kernel that computes x has ended.
+        if (threadIdx.x == NUM_CONSUMERS * 128) {
+            produce(shared, &Stage::weight, weight_map, num_tiles, [](int tile) { return tile % NUM_TILES_N * BLOCK_N; });
+        }
+        if (threadIdx.x == NUM_CONSUMERS * 128 + 32) {
+            prefetch_tensor_map(x_map);
+            grid_wait();
+            produce(shared, &Stage::x, x_map, num_tiles, [](int tile) { return tile / NUM_TILES_N * BLOCK_M; });
+        }
     } else {
-        setmaxnreg_inc<232>();
+        if constexpr (MIN_BLOCKS == 1) setmaxnreg_inc<232>();
         int step = 0;
         for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-            float totals[64] = {};
+            float totals[BLOCK_N / 2] = {};
             // Two sets of sums: a chunk is added while the next one's products are under way.
-            float even[64], odd[64];
+            float even[BLOCK_N / 2], odd[BLOCK_N / 2];
             multiply(even, shared, step, warpgroup_idx);
 #pragma unroll 1
             for (int chunk = 1; chunk < NUM_CHUNKS; chunk += 2) {

@@ -44,6 +44,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     kernel_count: int
     weights_bytes: int
     workspace_bytes: int
+    recomputed: int
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +92,7 @@ class Batcher:
             kernel_count=engine.kernel_count,
             weights_bytes=engine.weights_bytes,
             workspace_bytes=engine.workspace_bytes,
+            recomputed=engine.recomputed,
         )
 
     def start(self) -> None:
@@ -181,6 +183,7 @@ class Batcher:
             kernel_count=engine.kernel_count,
             weights_bytes=engine.weights_bytes,
             workspace_bytes=engine.workspace_bytes,
+            recomputed=engine.recomputed,
             **changes,
         )
 

@@ -41,4 +41,5 @@ def _report(status: Status, model_name: str, unload_after_s: float) -> dict[str,
         "kernels": status.kernel_count,
         "weights_bytes": status.weights_bytes if status.loaded else 0,
         "workspace_bytes": status.workspace_bytes if status.loaded else 0,
+        "recomputed": status.recomputed,
     }

@@ -42,6 +42,10 @@ class EmbeddingEngine(Protocol):
     def workspace_bytes(self) -> int:
         """Scratch memory that is planned at load; 0 while unloaded."""
 
+    @property
+    def recomputed(self) -> int:
+        """Texts so far that were computed again in a wider precision, because their vector was not finite."""
+
     def tokenize_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Packed token ids and the offsets of each text in them, special tokens included.
 

@@ -1,11 +1,16 @@
 """Measures the encoder on a CUDA device beside PyTorch: one process, calls in turn, accuracy beside speed.
 
-    python -m tools.bench_embed MODEL [--workloads NAME ...] [--json FILE]
+    python -m tools.bench_embed MODEL [--workloads [NAME ...]] [--sweep] [--json FILE]
 
 MODEL is a directory, as `python -m tools.make_model DEST --preset bge-m3` writes. PyTorch runs transformers' model of
 the same weights with its fused attention, eagerly and, for single texts, as one CUDA graph; texts are sorted by length
 and padded in batches of 32, as sentence-transformers does. Token ids go in and vectors come out on the host, on both
-sides. The figure is the median; the fastest and the slowest stand beside it.
+sides. Where texts are of one length, `library parts` is the time of cuBLAS's products and PyTorch's fused attention
+alone, every layer whole: the bound of an engine made of libraries. The figure is the median; the fastest and the
+slowest stand beside it.
+
+`--sweep` measures ours and eager PyTorch over the length and the number of texts, too, as far as the model reads;
+`python -m tools.plot_bench` draws that.
 """
 
 import argparse
@@ -15,16 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import normalize, scaled_dot_product_attention
 from transformers import AutoModel
 
 from embed import Embed
+from embed.config import ModelConfig, read_config
+from tools.sweeps import SWEEPS
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH_BATCH = 32
@@ -39,33 +46,55 @@ WORKLOADS: dict[str, list[int]] = {
     "256 mixed": np.random.default_rng(3).integers(8, 513, 256).tolist(),
     "2 x 8192": [8192] * 2,
 }
-GRAPHED = ("1 x 16", "1 x 128")
+WORKLOAD_SECONDS, SWEEP_SECONDS = 5.0, 0.5
+MIN_ROUNDS, MAX_ROUNDS = 5, 100
+
+# What ours is compared with, and how the ratio reads.
+PEERS = {"torch": "x", "torch graph": "x", "library parts": "of"}
 
 Ids = list[NDArray[np.int32]]
+Vectors = NDArray[np.float32]
+Encode = Callable[[Ids], Vectors]
+# By name, which is an engine and a precision. What computes no vectors gives none.
+Rows = dict[str, Callable[[Ids], Vectors | None]]
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One engine in one precision."""
+class Captured(Generic[Result]):
+    """A CUDA graph of the torch work that `queue` queues; it is called before, too, so that libraries are set up.
 
-    name: str
-    encode: Callable[[Ids], NDArray[np.float32]]
+    `result` is what it returned: every replay writes there.
+    """
+
+    def __init__(self, queue: Callable[[], Result]) -> None:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            for _ in range(3):
+                queue()
+        torch.cuda.synchronize()
+        # The graph uses the tensors that `queue` closes over, and holds no reference to them.
+        self._queue = queue
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.result = queue()
+
+    def replay(self) -> None:
+        """Queues it all once."""
+        self._graph.replay()
 
 
-def our_row(model: Path, dtype: str) -> Row:
+def ours(model: Path, dtype: str) -> Encode:
     engine = Embed.open(model, dtype=dtype, pool="cls", normalize=True)
 
-    def encode(texts: Ids) -> NDArray[np.float32]:
+    def encode(texts: Ids) -> Vectors:
         offsets = np.cumsum([0, *map(len, texts)])
         return engine.encode_ids(np.concatenate(texts), offsets)
 
-    return Row(f"ours {dtype}", encode)
+    return encode
 
 
-def torch_row(model: Path, dtype: str) -> Row:
-    module = load_torch(model, dtype)
-
-    def encode(texts: Ids) -> NDArray[np.float32]:
+def torch_eager(module: Any) -> Encode:
+    def encode(texts: Ids) -> Vectors:
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         vectors = np.empty((len(texts), module.config.hidden_size), np.float32)
         for start in range(0, len(order), TORCH_BATCH):
@@ -74,30 +103,58 @@ def torch_row(model: Path, dtype: str) -> Row:
             vectors[batch] = forward(module, ids.cuda(), mask.cuda()).cpu().numpy()
         return vectors
 
-    return Row(f"torch {dtype}", encode)
+    return encode
 
 
-def graph_row(model: Path, dtype: str, length: int) -> Row:
-    module = load_torch(model, dtype)
+def torch_graph(module: Any, length: int) -> Encode:
+    """For one text of this length."""
     ids = torch.full((1, length), 5, dtype=torch.long, device="cuda")
     mask = torch.ones_like(ids)
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            forward(module, ids, mask)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        vector = forward(module, ids, mask)
+    graph = Captured(lambda: forward(module, ids, mask))
 
-    def encode(texts: Ids, module: Any = module) -> NDArray[np.float32]:
-        # `module` is an argument so that it lives: the graph reads its weights, and holds no reference to them.
+    def encode(texts: Ids) -> Vectors:
         ids.copy_(torch.from_numpy(texts[0].astype(np.int64))[None])
         graph.replay()
-        result: NDArray[np.float32] = vector.cpu().numpy()
-        return result
+        vectors: Vectors = graph.result.cpu().numpy()
+        return vectors
 
-    return Row(f"torch graph {dtype}", encode)
+    return encode
+
+
+def library_parts(config: ModelConfig, dtype: str, lengths: list[int]) -> Callable[[Ids], None]:
+    """The products and the attention of a forward, for texts of one length, as one CUDA graph; nothing else is done.
+
+    Each layer has weights of its own, so that none stays in the cache; operands are random. Biases, GELU, LayerNorm,
+    residuals, embedding, pooling and copies cost nothing here.
+    """
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=DTYPES[dtype])
+
+    num_tokens, hidden, inner = sum(lengths), config.hidden_size, config.intermediate_size
+    weights = [
+        (random(3 * hidden, hidden), random(hidden, hidden), random(inner, hidden), random(hidden, inner))
+        for _ in range(config.num_layers)
+    ]
+    states, context, projected = (random(num_tokens, hidden) for _ in range(3))
+    qkv_states, inner_states = random(num_tokens, 3 * hidden), random(num_tokens, inner)
+    query, key, value = (random(len(lengths), config.num_heads, lengths[0], config.head_dim) for _ in range(3))
+
+    def queue() -> None:
+        for qkv, attention_out, up, down in weights:
+            torch.mm(states, qkv.T, out=qkv_states)
+            scaled_dot_product_attention(query, key, value)
+            torch.mm(context, attention_out.T, out=projected)
+            torch.mm(states, up.T, out=inner_states)
+            torch.mm(inner_states, down.T, out=projected)
+
+    graph = Captured(queue)
+
+    def run(_: Ids) -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return run
 
 
 def load_torch(model: Path, dtype: str) -> Any:
@@ -115,60 +172,74 @@ def padded(texts: Ids) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.inference_mode()
 def forward(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    hidden = module(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0].float()
-    return torch.nn.functional.normalize(hidden)
+    return normalize(module(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0].float())
 
 
-def in_turn(rows: list[Row], texts: Ids, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each row, one call of each after the other, after three rounds that only warm up."""
-    samples: dict[str, list[float]] = {row.name: [] for row in rows}
-    end_s = time.perf_counter() + seconds
-    round_idx = 0
-    while round_idx < 8 or (time.perf_counter() < end_s and round_idx < 103):
-        for row in rows:
+def in_turn(rows: Rows, texts: Ids, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of each row, one call of each after the other, after a round that only warms up.
+
+    It ends after `seconds`, but not before MIN_ROUNDS nor later than after MAX_ROUNDS.
+    """
+
+    def round_ms() -> dict[str, float]:
+        times_ms = {}
+        for name, run in rows.items():
             torch.cuda.synchronize()
             start_s = time.perf_counter()
-            row.encode(texts)
-            if round_idx >= 3:
-                samples[row.name].append(1e3 * (time.perf_counter() - start_s))
-        round_idx += 1
-    return samples
+            run(texts)
+            times_ms[name] = 1e3 * (time.perf_counter() - start_s)
+        return times_ms
+
+    round_ms()
+    end_s = time.perf_counter() + seconds
+    rounds: list[dict[str, float]] = []
+    while len(rounds) < MIN_ROUNDS or (time.perf_counter() < end_s and len(rounds) < MAX_ROUNDS):
+        rounds.append(round_ms())
+    return {name: [times_ms[name] for times_ms in rounds] for name in rows}
 
 
-def bench(workload: str, rows: list[Row], vocab_size: int, seconds: float) -> list[dict[str, Any]]:
+def bench(rows: Rows, exact: Encode, lengths: list[int], vocab_size: int, seconds: float) -> list[dict[str, Any]]:
+    """A record for each row, with accuracy against `exact` where it has vectors, for random texts of these lengths."""
     rng = np.random.default_rng(1)
-    lengths = WORKLOADS[workload]
     texts = [np.concatenate(([0], rng.integers(4, vocab_size, n - 2), [2])).astype(np.int32) for n in lengths]
-    samples = in_turn(rows, texts, seconds)
-    exact = next(row for row in rows if row.name == "torch f32").encode(texts)
-    records = []
-    for row in rows:
-        vectors = row.encode(texts)
-        median_ms = statistics.median(samples[row.name])
-        records.append(
-            {
-                "workload": workload,
-                "row": row.name,
-                "median_ms": median_ms,
-                "fastest_ms": min(samples[row.name]),
-                "slowest_ms": max(samples[row.name]),
-                "tokens_per_s": sum(lengths) / median_ms * 1e3,
-                "min_cosine": float((vectors * exact).sum(axis=1).min()),
-                "max_difference": float(np.abs(vectors - exact).max()),
+    expected = exact(texts)
+    accuracy: dict[str, dict[str, float]] = {}
+    for name, run in rows.items():
+        vectors = run(texts)
+        if vectors is not None:
+            accuracy[name] = {
+                "min_cosine": float((vectors * expected).sum(axis=1).min()),
+                "max_difference": float(np.abs(vectors - expected).max()),
             }
-        )
+    records = []
+    for name, times_ms in in_turn(rows, texts, seconds).items():
+        median_ms = statistics.median(times_ms)
+        record = {
+            "row": name,
+            "median_ms": median_ms,
+            "fastest_ms": min(times_ms),
+            "slowest_ms": max(times_ms),
+            "tokens_per_s": sum(lengths) / median_ms * 1e3,
+        }
+        records.append(record | accuracy.get(name, {}))
     return records
 
 
-def show(records: list[dict[str, Any]]) -> None:
-    medians = {record["row"]: record["median_ms"] for record in records}
+def show(workload: str, records: list[dict[str, Any]]) -> None:
+    """Prints a line for each record, ours with its ratio to each peer of the same precision."""
+    medians_ms = {record["row"]: record["median_ms"] for record in records}
     for record in records:
-        peer = record["row"].replace("ours", "torch")
-        ratio = f"{medians[peer] / record['median_ms']:5.2f} x {peer}" if "ours" in record["row"] else ""
+        engine, _, dtype = record["row"].rpartition(" ")
+        ratios = [
+            f"{medians_ms[f'{peer} {dtype}'] / record['median_ms']:.2f} {relation} {peer}"
+            for peer, relation in PEERS.items()
+            if engine == "ours" and f"{peer} {dtype}" in medians_ms
+        ]
+        cosine = f"cosine {record['min_cosine']:.7f}" if "min_cosine" in record else ""
         print(
-            f"{record['workload']:<10} {record['row']:<17} {record['median_ms']:9.3f} ms "
+            f"{workload:<10} {record['row']:<18} {record['median_ms']:9.3f} ms "
             f"({record['fastest_ms']:.3f} to {record['slowest_ms']:.3f})  "
-            f"{record['tokens_per_s'] / 1e3:8.1f} k tokens/s  cosine {record['min_cosine']:.7f}  {ratio}",
+            f"{record['tokens_per_s'] / 1e3:8.1f} k tokens/s  {cosine:<16}  {', '.join(ratios)}".rstrip(),
             flush=True,
         )
 
@@ -194,29 +265,50 @@ def machine() -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--sweep", action="store_true", help="measure the sweeps that plot_bench draws, too")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--seconds", type=float, default=5, help="of each workload, all rows together")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"of each workload ({WORKLOAD_SECONDS:g}) and each point of a sweep ({SWEEP_SECONDS:g}), all rows "
+        f"together; {MIN_ROUNDS} rounds are timed in any case",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON record for each row")
     arguments = parser.parse_args(argv)
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    where = machine()
+    where = machine() | {"model": arguments.model.name}
     print(where)
-    vocab_size = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
-    rows = [torch_row(arguments.model, "f32")]
+    config = read_config(arguments.model)
+    modules = {dtype: load_torch(arguments.model, dtype) for dtype in dict.fromkeys(["f32", *arguments.dtypes])}
+    exact = torch_eager(modules["f32"])
+    rows: Rows = {}
     for dtype in arguments.dtypes:
-        rows += [our_row(arguments.model, dtype), *([torch_row(arguments.model, dtype)] if dtype != "f32" else [])]
-    for workload in arguments.workloads:
-        length = WORKLOADS[workload][0]
-        graphs = (
-            [graph_row(arguments.model, dtype, length) for dtype in arguments.dtypes] if workload in GRAPHED else []
-        )
-        records = bench(workload, [*rows, *graphs], vocab_size, arguments.seconds)
-        show(records)
+        rows |= {f"ours {dtype}": ours(arguments.model, dtype), f"torch {dtype}": torch_eager(modules[dtype])}
+
+    def measure(rows: Rows, lengths: list[int], default_s: float, what: dict[str, Any]) -> None:
+        seconds = default_s if arguments.seconds is None else arguments.seconds
+        records = bench(rows, exact, lengths, config.vocab_size, seconds)
+        show(what["workload"], records)
         if arguments.json:
             with arguments.json.open("a") as file:
-                file.writelines(json.dumps(where | record) + "\n" for record in records)
+                file.writelines(json.dumps(where | what | record) + "\n" for record in records)
+
+    for workload in arguments.workloads:
+        lengths = WORKLOADS[workload]
+        peers: Rows = {}
+        for dtype in arguments.dtypes:
+            if len(lengths) == 1:
+                peers[f"torch graph {dtype}"] = torch_graph(modules[dtype], lengths[0])
+            if len(set(lengths)) == 1:
+                peers[f"library parts {dtype}"] = library_parts(config, dtype, lengths)
+        measure(rows | peers, lengths, WORKLOAD_SECONDS, {"workload": workload})
+    for name, sweep in SWEEPS.items() if arguments.sweep else ():
+        for x, lengths in sweep.points.items():
+            if max(lengths) <= config.max_tokens:
+                what = {"workload": f"{len(lengths)} x {lengths[0]}", "sweep": name, "x": x}
+                measure(rows, lengths, SWEEP_SECONDS, what)
     return 0
 
 

@@ -27,7 +27,7 @@ from gkd.graph import Graph
 from gkd.ops import Attention, Linear
 from gkd.ops.attention import attention_work
 from gkd.tensor import Tensor
-from tools.bench_embed import WORKLOADS
+from tools.bench_embed import WORKLOADS, Captured
 from tools.compile_all import GEOMETRIES
 
 # The highest rates measured on an H200: cuBLAS at 8192^3 and a copy; fp32 without tensor cores for f32, three
@@ -117,7 +117,7 @@ class Bench:
 
     def _attention(self, op: Attention, tokens: int) -> Measured:
         hidden, item = op.num_heads * op.head_dim, self._backend.dtype.itemsize
-        qkv, _ = self.tensor(tokens, 3 * hidden, dtype=self._backend.dtype.summand)
+        qkv, _ = self.tensor(tokens, 3 * hidden)
         out, _ = self.tensor(tokens, hidden)
         cu_seqlens = np.cumsum([0, *self._lengths])
         sizes = op.block_sizes(self._backend.dtype, self._backend.arch)
@@ -160,15 +160,12 @@ def measure(backend: CudaBackend, row: Measured) -> tuple[float, float | None]:
     theirs = None
     if row.library is not None:
         library = row.library
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(side):
-            for index in range(3):
-                library(index)
-        torch.cuda.synchronize()
-        theirs = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(theirs):
+
+        def queue_theirs() -> None:
             for index in range(launches):
                 library(index)
+
+        theirs = Captured(queue_theirs)
 
     def replay_theirs() -> None:
         assert theirs is not None

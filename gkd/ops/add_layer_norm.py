@@ -15,6 +15,7 @@ from gkd.ops.layer_norm import layer_norm_
 from gkd.ops.threads import for_each
 
 _NUM_THREADS = 128
+_FEW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,4 +63,6 @@ class AddLayerNorm:
         self, spec: KernelSpec, out: Array, residual: Array, x: Array, gamma: Array, beta: Array, num_rows: Array
     ) -> Launch:
         arguments = (out, residual, x, gamma, beta, num_rows, float(self.eps), scale_of(out))
-        return Launch(spec, (ceil_div(x.shape[0], _NUM_THREADS // 32), 1, 1), _NUM_THREADS, arguments)
+        # Few rows take their time from the way of a row through one SM: each gets an SM for itself.
+        num_threads = 32 if x.shape[0] <= _FEW_ROWS else _NUM_THREADS
+        return Launch(spec, (ceil_div(x.shape[0], num_threads // 32), 1, 1), num_threads, arguments)

@@ -56,6 +56,22 @@ def _mma_tiling(head_dim: int, arch: int) -> _Tiling:
     return _Tiling("attention_mma", block_q, block_k, (("MIN_BLOCKS", min_blocks),), smem_bytes)
 
 
+def _mma_split_tiling(head_dim: int, block_q: int) -> _Tiling:
+    """Both parts of queries, and of two stages of keys and values: 40 to 96 KiB, of which an SM of 9.0 holds two."""
+    block_k = 32 if head_dim == 128 else 64
+    smem_bytes = 2 * 2 * head_dim * (block_q + 2 * 2 * block_k)
+    return _Tiling("attention_mma_split", block_q, block_k, (("MIN_BLOCKS", 2),), smem_bytes)
+
+
+# For short texts 16 queries a warp, and for long ones 32, which share what is read of keys and values. With 128
+# dimensions they would not fit into registers, nor with 64 for 8.0.
+_MMA_SPLIT = {
+    32: (_mma_split_tiling(32, 64), _mma_split_tiling(32, 128)),
+    64: (_mma_split_tiling(64, 64), _mma_split_tiling(64, 128)),
+    128: (_mma_split_tiling(128, 64),),
+}
+
+
 def _wgmma_tiling(head_dim: int, num_consumers: int, num_stages: int, min_blocks: int) -> _Tiling:
     """64 queries a warpgroup that computes, one warpgroup more that copies; stages of keys and values."""
     block_q, block_k = 64 * num_consumers, 128
@@ -88,12 +104,12 @@ class Attention:
     Shapes:  out (num_tokens, num_heads * head_dim); qkv (num_tokens, 3 * num_heads * head_dim), a row being
              all queries, all keys, all values; work (num_items, 3), see `attention_work`, whose block_q, one of
              `block_sizes`, is a number that the host knows. What no item names is left as it is.
-    Dtypes:  one floating dtype, but f32 for qkv where out is split; int32 work, which the caller has checked.
+    Dtypes:  one floating dtype; int32 work, which the caller has checked.
     Source:  Milakov & Gimelshein 2018, the running maximum and sum; blocks as in Dao et al. 2022.
 
     `kernel` is what runs on a GPU: `wgmma` takes 16 bits, head widths of 64 and 128, and compute capability 9.0; `mma`
-    16 bits, head widths of 32, 64 and 128, and 8.0 and later; `simt` these widths; `plain` any up to 256; `auto` is the
-    first of them that can. Each adds in an order of its own.
+    16 bits and split operands, head widths of 32, 64 and 128, and 8.0 and later; `simt` these widths, but no split
+    operands; `plain` any up to 256; `auto` is the first of them that can. Each adds in an order of its own.
     """
 
     num_heads: int
@@ -106,7 +122,7 @@ class Attention:
         dtype = float_dtype(self.name, "out", out)
         hidden_size = self.num_heads * self.head_dim
         signature = Signature(self.name)
-        signature.match("qkv", qkv, ("num_tokens", 3 * hidden_size), dtype.summand)
+        signature.match("qkv", qkv, ("num_tokens", 3 * hidden_size), dtype)
         signature.match("out", out, ("num_tokens", hidden_size), dtype)
         signature.match("work", work, ("num_items", 3), DType.I32)
 
@@ -141,6 +157,8 @@ class Attention:
     def _choose(self, dtype: DType, arch: int) -> AttentionKernel:
         if self.head_dim not in (32, 64, 128):
             return "plain"
+        if dtype is DType.SPLIT:
+            return "mma" if arch >= 80 else "plain"
         if dtype not in (DType.F16, DType.BF16) or arch < 80:
             return "simt"
         return "wgmma" if arch == 90 and self.head_dim >= 64 else "mma"
@@ -149,6 +167,8 @@ class Attention:
         match self._choose(dtype, arch) if self.kernel == "auto" else self.kernel:
             case "wgmma":
                 return _WGMMA[self.head_dim]
+            case "mma" if dtype is DType.SPLIT:
+                return _MMA_SPLIT[self.head_dim] if arch == 90 else _MMA_SPLIT[self.head_dim][:1]
             case "mma":
                 return (_mma_tiling(self.head_dim, arch),)
             case "simt":
@@ -165,15 +185,16 @@ class Attention:
         block_q: int,
     ) -> Launch:
         spec, tiling = kernels[block_q]
-        scale = 1 / math.sqrt(self.head_dim)
+        # Products of queries and keys are scaled twice, and what is made of values once.
+        scale = 1 / (math.sqrt(self.head_dim) * scale_of(qkv) ** 2)
         inputs: tuple[Any, ...] = (qkv,)
-        if tiling.kernel in ("attention_mma", "attention_wgmma"):
+        if tiling.kernel in ("attention_mma", "attention_mma_split", "attention_wgmma"):
             scale *= math.log2(math.e)  # their exponentials are powers of two
         if tiling.kernel == "attention_wgmma":
             inputs = (TensorMap(qkv, 64), TensorMap(qkv, tiling.block_k))
         arguments: tuple[Any, ...] = (out, *inputs, work, scale)
-        if tiling.kernel in ("attention_plain", "attention_simt"):
-            arguments = (*arguments, scale_of(out))
+        if tiling.kernel in ("attention_plain", "attention_mma_split"):
+            arguments = (*arguments, scale_of(out) / scale_of(qkv))
         return Launch(spec, (work.shape[0], self.num_heads, 1), tiling.num_threads, arguments, tiling.smem_bytes)
 
     def _attend(self, context: Array, query: Array, key: Array, value: Array) -> None:
@@ -211,8 +232,8 @@ def attention_work(cu_seqlens: Array, block_q: int) -> Array:
     An item is the text's first token, its length, and the first of the queries, counted from the text's first token.
     One of length 0 stands for nothing: it fills up a list.
     """
-    lengths = np.diff(cu_seqlens)
-    if lengths.max() <= block_q:  # an item a text: in a few microseconds
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    if np.maximum.reduce(lengths) <= block_q:  # an item a text: in a few microseconds
         work = np.zeros((len(lengths), 3), np.int32)
         work[:, 0], work[:, 1] = cu_seqlens[:-1], lengths
         return work

@@ -33,6 +33,8 @@ class _Tiling:
     num_threads: int
     constants: tuple[tuple[str, int], ...]
     smem_bytes: int = 0
+    slices: int = 0
+    """Of a box of its tensor maps."""
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -80,25 +82,64 @@ def _wgmma_tiling(num_stages: int) -> _Tiling:
 _WGMMA = _wgmma_tiling(num_stages=5)
 
 
-def _wgmma_split_tiling() -> _Tiling:
-    """Three stages of both parts of x and of the weights, and the barriers of the stages: 192 KiB."""
-    block_m, block_n, num_stages = 128, 128, 3
+def _wgmma_split_tiling(block_m: int, block_n: int, num_stages: int, min_blocks: int) -> _Tiling:
+    """Stages of both parts of x and of the weights, and their barriers; a warpgroup computes 64 rows."""
     smem_bytes = num_stages * (2 * (block_m + block_n) * 128 + 16)
-    constants = (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes))
-    return _Tiling("linear_wgmma_split", block_m, block_n, 384, constants, smem_bytes)
+    constants = (("NUM_STAGES", num_stages), ("MIN_BLOCKS", min_blocks), ("SMEM_BYTES", smem_bytes))
+    num_threads = 128 * (block_m // 64 + 1)
+    return _Tiling("linear_wgmma_split", block_m, block_n, num_threads, constants, smem_bytes)
 
 
-def _mma_split_tiling(in_features: int) -> _Tiling:
-    """Two stages of both parts of x and of the weights for each of 8 warps, and the sums of all chunks of K."""
-    block_m, block_n, num_stages, num_warps = 16, 16, 2, 8
-    smem_bytes = num_warps * num_stages * 2 * (block_m + block_n) * 128 + in_features // 64 * block_m * block_n * 4
-    constants = (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes))
-    return _Tiling("linear_mma_split", block_m, block_n, num_warps * 32, constants, smem_bytes)
+_WGMMA_SPLIT = _wgmma_split_tiling(128, 128, num_stages=3, min_blocks=1)
+
+# What follows is for so few rows that a product takes its time from the weights. Then each SM should read a part of
+# them, and begin while the kernel before still runs: two blocks of half its memory share it.
+_FEW_ROWS = (16, 32, 64, 128, 256)
+_FEW_SPLIT_ROWS, _SOME_SPLIT_ROWS = (16, 64), (128, 256)
+_FEW_COLUMNS = (8, 16, 32, 64)
+_FEW_BLOCKS = 132  # the SMs of an H200
+_FEW_SMEM_BYTES = 113 << 10
 
 
-_WGMMA_SPLIT = _wgmma_split_tiling()
-# For at most so many rows of split operands, and so many columns, whose sums fit into shared memory.
-_FEW_SPLIT_ROWS, _MOST_SPLIT_FEATURES = 64, 4096
+def _few_columns(out_features: int, row_blocks: int, most: int) -> int:
+    """As few columns a block as there are SMs for."""
+    blocks = ((columns, row_blocks * ceil_div(out_features, columns)) for columns in _FEW_COLUMNS)
+    return min(next((columns for columns, num_blocks in blocks if num_blocks <= _FEW_BLOCKS), most), most)
+
+
+def _few_tiling(in_features: int, out_features: int, max_rows: int) -> _Tiling:
+    """Stages of some slices of 64 columns of K. A warp computes 8 columns, or a warpgroup 64 rows."""
+    block_m, num_slices_k = min(64, max_rows), in_features // 64
+    block_n = _few_columns(out_features, ceil_div(max_rows, block_m), 64)
+    slice_bytes = (block_m + block_n) * 128
+    # A copy costs the copy engine 50 to 100 cycles however small it is; some stages have to be under way.
+    fitting = (n for n in (4, 2) if num_slices_k % n == 0 and 4 * n * slice_bytes <= _FEW_SMEM_BYTES)
+    num_slices = next(fitting, 1)
+    num_stages = min(num_slices_k // num_slices, _FEW_SMEM_BYTES // (num_slices * slice_bytes + 16))
+    smem_bytes = num_stages * (num_slices * slice_bytes + 16)
+    num_warps = 4 if block_m == 64 else block_n // 8
+    constants = (("NUM_SLICES", num_slices), ("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes))
+    return _Tiling("linear_few", block_m, block_n, 32 * (num_warps + 2), constants, smem_bytes, num_slices)
+
+
+def _few_split_tiling(in_features: int, out_features: int, max_rows: int) -> _Tiling:
+    """Warps take turns with the chunks of 64 columns of K: memory for a chunk of x each, the rest for weights."""
+    block_m, num_chunks = 16, in_features // 64
+    block_n = _few_columns(out_features, ceil_div(max_rows, block_m), 32)
+    num_warps = min(12 if block_n == 8 else 8, num_chunks)
+    warp_bytes, weight_bytes = block_m * (256 + block_n * 4) + 32, block_n * 256 + 16
+    fitting = (_FEW_SMEM_BYTES // num_warps - warp_bytes) // weight_bytes
+    num_rounds = max(1, min(fitting, ceil_div(num_chunks, num_warps)))
+    smem_bytes = num_warps * (warp_bytes + num_rounds * weight_bytes)
+    constants = (("NUM_WARPS", num_warps), ("NUM_ROUNDS", num_rounds), ("SMEM_BYTES", smem_bytes))
+    return _Tiling("linear_few_split", block_m, block_n, 32 * (num_warps + block_n // 8 + 2), constants, smem_bytes)
+
+
+def _some_split_tiling(out_features: int, max_rows: int) -> _Tiling:
+    """As for many rows, with a warpgroup a block."""
+    block_m, block_n = 64, _few_columns(out_features, ceil_div(max_rows, 64), 64)
+    num_stages = _FEW_SMEM_BYTES // (2 * (block_m + block_n) * 128 + 16)
+    return _wgmma_split_tiling(block_m, block_n, num_stages, min_blocks=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +152,10 @@ class Linear:
     Dtypes:  one floating dtype; bias in its accumulator's, f32 for 16 bits; int32 num_rows. With `to_sum`, out is what
              is added to something, and not an operand again: f32 where operands are split.
 
-    `kernel` is what runs on a GPU: `wgmma` takes 16 bits, in_features and out_features % 8 == 0, and compute capability
-    9.0; `mma` 16 bits, in_features % 8 == 0, and 8.0 and later; `simt` anything; `auto` is the first of them that can.
-    `wgmma` and `mma`, on tensor cores, give the same bits; `simt` adds in another order.
+    `kernel` is what runs on a GPU: `wgmma` takes 16 bits, in_features and out_features % 8 == 0, or split operands,
+    in_features % 64 == 0, and compute capability 9.0; `mma` 16 bits, in_features % 8 == 0, and 8.0 and later; `simt`
+    anything but split operands; `auto` is the first of them that can, with kernels of its own for few rows on 9.0.
+    All but `simt`, which adds in another order, give the same bits.
     """
 
     in_features: int
@@ -157,21 +199,25 @@ class Linear:
             (max_rows, KernelSpec(tiling.kernel, (*constants, *tiling.defines)), tiling)
             for max_rows, tiling in self._tilings(dtype, arch)
         ]
-        return KernelPlan(tuple(spec for _, spec, _ in kernels), partial(self._launch, kernels))
+        return KernelPlan(tuple(dict.fromkeys(spec for _, spec, _ in kernels)), partial(self._launch, kernels))
 
     def _tilings(self, dtype: DType, arch: int) -> tuple[tuple[float, _Tiling], ...]:
         """Each with the most rows that it is used for."""
         match self._choose(dtype, arch) if self.kernel == "auto" else self.kernel:
+            case "wgmma" if dtype is DType.SPLIT and self.kernel == "wgmma":
+                return ((math.inf, _WGMMA_SPLIT),)
             case "wgmma" if dtype is DType.SPLIT:
-                few_rows = ((_FEW_SPLIT_ROWS, _mma_split_tiling(self.in_features)),)
-                by_itself = self.kernel == "wgmma" or self.in_features > _MOST_SPLIT_FEATURES
-                return (*(() if by_itself else few_rows), (math.inf, _WGMMA_SPLIT))
-            case "mma" if dtype is DType.SPLIT:
-                return ((math.inf, _mma_split_tiling(self.in_features)),)
+                sizes = (self.in_features, self.out_features)
+                few = ((rows, _few_split_tiling(*sizes, rows)) for rows in _FEW_SPLIT_ROWS)
+                some = ((rows, _some_split_tiling(self.out_features, rows)) for rows in _SOME_SPLIT_ROWS)
+                return (*few, *some, (math.inf, _WGMMA_SPLIT))
             case "wgmma" if self.kernel == "wgmma":
                 return ((math.inf, _WGMMA),)
-            case "wgmma":
+            case "wgmma" if self.in_features % 64 != 0:
                 return (*_MMA_FEW_ROWS, (math.inf, _WGMMA))
+            case "wgmma":
+                few = ((rows, _few_tiling(self.in_features, self.out_features, rows)) for rows in _FEW_ROWS)
+                return (*few, *(entry for entry in _MMA_FEW_ROWS if entry[0] > _FEW_ROWS[-1]), (math.inf, _WGMMA))
             case "mma":
                 return (*_MMA_FEW_ROWS, (math.inf, _MMA_SM100 if 100 <= arch < 120 else _MMA))
             case _:
@@ -201,9 +247,9 @@ class Linear:
         num_tiles = ceil_div(x.shape[0], tiling.block_m) * ceil_div(self.out_features, tiling.block_n)
         persistent = tiling.kernel.startswith("linear_wgmma")
         matrices: tuple[Any, ...] = (out, x, weight)
-        if persistent:
-            maps = (TensorMap(x, tiling.block_m), TensorMap(weight, tiling.block_n))
-            matrices = (out if tiling is _WGMMA_SPLIT else TensorMap(out, tiling.block_m), *maps)
+        if persistent or tiling.kernel.startswith("linear_few"):
+            maps = (TensorMap(x, tiling.block_m, tiling.slices), TensorMap(weight, tiling.block_n, tiling.slices))
+            matrices = (TensorMap(out, tiling.block_m) if tiling.kernel == "linear_wgmma" else out, *maps)
         arguments = (*matrices, bias, num_rows)
         if tiling.kernel.endswith("_split"):
             arguments = (*arguments, 1 / (scale_of(x) * scale_of(weight)), scale_of(out))

@@ -1,5 +1,6 @@
 // What the attention kernels share: the layout of a packed row, and the softmax's fixed reductions.
 #pragma once
+#include "include/split.cuh"
 #include "include/types.cuh"
 
 #if !defined(NUM_HEADS) || !defined(HEAD_DIM)
@@ -7,8 +8,10 @@
 #endif
 
 constexpr int HIDDEN_SIZE = NUM_HEADS * HEAD_DIM;
-// From a token to the next; within a row all queries, all keys, all values.
-constexpr int QKV_STRIDE = 3 * HIDDEN_SIZE;
+// Within a row all queries, all keys, all values; where they are split, first all high parts of them.
+constexpr int QKV_COLUMNS = 3 * HIDDEN_SIZE;
+// From a token to the next.
+constexpr int QKV_STRIDE = QKV_COLUMNS * OPERAND_PARTS;
 
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 

@@ -58,7 +58,7 @@ struct LaneRow {
     }
 
     // Biased variance in two passes, eps inside the root.
-    __device__ __forceinline__ void normalize(const float* gamma, const float* beta, float eps) {
+    __device__ __forceinline__ void normalize(const LaneRow& gamma, const LaneRow& beta, float eps) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < NUM_VECTORS * VECTOR; ++i) sum += values[i];
@@ -74,10 +74,7 @@ struct LaneRow {
             }
         }
         float scale = 1.0f / sqrtf(warp_sum(squares) / SIZE + eps);
-        LaneRow factor, offset;
-        factor.load(gamma);
-        offset.load(beta);
 #pragma unroll
-        for (int i = 0; i < NUM_VECTORS * VECTOR; ++i) values[i] = values[i] * scale * factor.values[i] + offset.values[i];
+        for (int i = 0; i < NUM_VECTORS * VECTOR; ++i) values[i] = values[i] * scale * gamma.values[i] + beta.values[i];
     }
 };

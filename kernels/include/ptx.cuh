@@ -138,6 +138,11 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned long long* barrier, u
     return done != 0;
 }
 
+// 9.7.9.16 prefetch: of a tensor map, which the copy engine has to read before its first copy
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // 9.7.9.27 cp.async.bulk.tensor: a box of a matrix by way of its tensor map, first column and row given; what lies
 // outside the matrix is read as zeros and not written
 __device__ __forceinline__ void tma_load_2d(
@@ -146,6 +151,15 @@ __device__ __forceinline__ void tma_load_2d(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
             smem_address(smem)),
         "l"(&map), "r"(column), "r"(row), "r"(smem_address(barrier))
+        : "memory");
+}
+// Of a matrix in planes, from the given one on.
+__device__ __forceinline__ void tma_load_3d(
+    void* smem, const TensorMap& map, int column, int row, int plane, unsigned long long* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            smem_address(smem)),
+        "l"(&map), "r"(column), "r"(row), "r"(plane), "r"(smem_address(barrier))
         : "memory");
 }
 __device__ __forceinline__ void tma_store_2d(const TensorMap& map, int column, int row, const void* smem) {
@@ -184,50 +198,53 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Registers by number, in the text of an instruction, and what they stand for.
+#define WGMMA_REGISTERS_4 "%0, %1, %2, %3"
+#define WGMMA_REGISTERS_8 WGMMA_REGISTERS_4 ", %4, %5, %6, %7"
+#define WGMMA_REGISTERS_16 WGMMA_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_REGISTERS_32 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
-    "%25, %26, %27, %28, %29, %30, %31"
+    WGMMA_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_REGISTERS_64 \
     WGMMA_REGISTERS_32 \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
     "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_D8(d, i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA_D32(d, i) WGMMA_D8(d, i), WGMMA_D8(d, i + 8), WGMMA_D8(d, i + 16), WGMMA_D8(d, i + 24)
-#define WGMMA_D64(d) WGMMA_D32(d, 0), WGMMA_D32(d, 32)
+#define WGMMA_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_D8(d, i) WGMMA_D4(d, i), WGMMA_D4(d, i + 4)
+#define WGMMA_D16(d, i) WGMMA_D8(d, i), WGMMA_D8(d, i + 8)
+#define WGMMA_D32(d, i) WGMMA_D16(d, i), WGMMA_D16(d, i + 16)
+#define WGMMA_D64(d, i) WGMMA_D32(d, i), WGMMA_D32(d, i + 32)
 
-#define DEFINE_WGMMA(TYPE) \
-    /* d = a * b, or d += a * b: 64 x 16 by 16 x 128, both in shared memory by their descriptors, fp32 accumulator */ \
-    __device__ __forceinline__ void wgmma_m64n128k16_##TYPE( \
-        float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) { \
+// d = a * b, or d += a * b: 64 x 16 by 16 x N, both in shared memory by their descriptors, fp32 accumulator
+#define DEFINE_WGMMA(TYPE, N, COUNT, A, B, ACCUMULATE) \
+    __device__ __forceinline__ void wgmma_m64n##N##k16_##TYPE( \
+        float (&d)[COUNT], unsigned long long a, unsigned long long b, int accumulate) { \
         asm volatile( \
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n" \
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." #TYPE "." #TYPE " {" WGMMA_REGISTERS_64 \
-            "}, %64, %65, accumulate, 1, 1, 0, 0;\n}" \
-            : WGMMA_D64(d) \
+            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE ", 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE " {" WGMMA_REGISTERS_##COUNT \
+            "}, " A ", " B ", accumulate, 1, 1, 0, 0;\n}" \
+            : WGMMA_D##COUNT(d, 0) \
             : "l"(a), "l"(b), "r"(accumulate)); \
-    } \
-    /* The same by 16 x 64 and by 16 x 128, with the left operand in registers, as m16n8k16's of each warp, and the right */ \
-    /* one's rows of K side by side (transposed). */ \
-    __device__ __forceinline__ void wgmma_m64n64k16_registers_##TYPE( \
-        float (&d)[32], const unsigned (&a)[4], unsigned long long b, int accumulate) { \
+    }
+// The same with the left operand in registers, as m16n8k16's of each warp, and the right one's rows of K side by side
+// (transposed).
+#define DEFINE_WGMMA_REGISTERS(TYPE, N, COUNT, A, B, ACCUMULATE) \
+    __device__ __forceinline__ void wgmma_m64n##N##k16_registers_##TYPE( \
+        float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int accumulate) { \
         asm volatile( \
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n" \
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." #TYPE "." #TYPE " {" WGMMA_REGISTERS_32 \
-            "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, 1;\n}" \
-            : WGMMA_D32(d, 0) \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
-    } \
-    __device__ __forceinline__ void wgmma_m64n128k16_registers_##TYPE( \
-        float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) { \
-        asm volatile( \
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %69, 0;\n" \
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." #TYPE "." #TYPE " {" WGMMA_REGISTERS_64 \
-            "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 1;\n}" \
-            : WGMMA_D64(d) \
+            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE ", 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE " {" WGMMA_REGISTERS_##COUNT \
+            "}, {" A "}, " B ", accumulate, 1, 1, 1;\n}" \
+            : WGMMA_D##COUNT(d, 0) \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
     }
-DEFINE_WGMMA(bf16)
-DEFINE_WGMMA(f16)
+#define DEFINE_WGMMA_OF(TYPE) \
+    DEFINE_WGMMA(TYPE, 8, 4, "%4", "%5", "%6") \
+    DEFINE_WGMMA(TYPE, 16, 8, "%8", "%9", "%10") \
+    DEFINE_WGMMA(TYPE, 32, 16, "%16", "%17", "%18") \
+    DEFINE_WGMMA(TYPE, 64, 32, "%32", "%33", "%34") \
+    DEFINE_WGMMA(TYPE, 128, 64, "%64", "%65", "%66") \
+    DEFINE_WGMMA_REGISTERS(TYPE, 64, 32, "%32, %33, %34, %35", "%36", "%37") \
+    DEFINE_WGMMA_REGISTERS(TYPE, 128, 64, "%64, %65, %66, %67", "%68", "%69")
+DEFINE_WGMMA_OF(bf16)
+DEFINE_WGMMA_OF(f16)
 #endif
 #endif

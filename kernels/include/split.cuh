@@ -43,3 +43,11 @@ __device__ __forceinline__ void store_operand(
     store_vector(destination, vector);
 #endif
 }
+
+// One of them, times the scale of a split matrix.
+template <int COLUMNS>
+__device__ __forceinline__ float load_operand(const Operand* row, int column) {
+    float value = to_float(row[column]);
+    if constexpr (OPERAND_PARTS == 2) value += to_float(row[COLUMNS + column]);
+    return value;
+}

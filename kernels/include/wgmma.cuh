@@ -12,29 +12,28 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(const void* smem,
     return address >> 4 | static_cast<unsigned long long>(box_bytes >> 4) << 16 | (1024ull >> 4) << 32 | 1ull << 62;
 }
 
-__device__ __forceinline__ void wgmma_m64n128k16(
-    float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
+// The number of columns is twice d's.
 #if defined(DTYPE_BF16)
-    wgmma_m64n128k16_bf16(d, a, b, accumulate);
+#define DEFINE_WGMMA_OF_T(N) DEFINE_WGMMA_OVERLOAD(wgmma_m64n##N##k16_bf16, N)
+#define DEFINE_WGMMA_REGISTERS_OF_T(N) DEFINE_WGMMA_REGISTERS_OVERLOAD(wgmma_m64n##N##k16_registers_bf16, N)
 #else
-    wgmma_m64n128k16_f16(d, a, b, accumulate);
+#define DEFINE_WGMMA_OF_T(N) DEFINE_WGMMA_OVERLOAD(wgmma_m64n##N##k16_f16, N)
+#define DEFINE_WGMMA_REGISTERS_OF_T(N) DEFINE_WGMMA_REGISTERS_OVERLOAD(wgmma_m64n##N##k16_registers_f16, N)
 #endif
-}
-
-// The number of columns is d's.
-__device__ __forceinline__ void wgmma_registers(
-    float (&d)[32], const unsigned (&a)[4], unsigned long long b, int accumulate) {
-#if defined(DTYPE_BF16)
-    wgmma_m64n64k16_registers_bf16(d, a, b, accumulate);
-#else
-    wgmma_m64n64k16_registers_f16(d, a, b, accumulate);
-#endif
-}
-__device__ __forceinline__ void wgmma_registers(
-    float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) {
-#if defined(DTYPE_BF16)
-    wgmma_m64n128k16_registers_bf16(d, a, b, accumulate);
-#else
-    wgmma_m64n128k16_registers_f16(d, a, b, accumulate);
-#endif
-}
+#define DEFINE_WGMMA_OVERLOAD(NAME, N) \
+    __device__ __forceinline__ void wgmma( \
+        float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) { \
+        NAME(d, a, b, accumulate); \
+    }
+#define DEFINE_WGMMA_REGISTERS_OVERLOAD(NAME, N) \
+    __device__ __forceinline__ void wgmma( \
+        float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int accumulate) { \
+        NAME(d, a, b, accumulate); \
+    }
+DEFINE_WGMMA_OF_T(8)
+DEFINE_WGMMA_OF_T(16)
+DEFINE_WGMMA_OF_T(32)
+DEFINE_WGMMA_OF_T(64)
+DEFINE_WGMMA_OF_T(128)
+DEFINE_WGMMA_REGISTERS_OF_T(64)
+DEFINE_WGMMA_REGISTERS_OF_T(128)

@@ -44,7 +44,19 @@ def test_text_prints_a_line_of_numbers_for_each_text(directory: Path) -> None:
     with Embed.open(directory) as engine:
         # The digits are those that give back the same float32.
         assert np.array_equal(np.array(rows(result.stdout), np.float32), engine.encode(TEXTS))
-    assert result.stderr.decode().startswith("embed: small: xlm-roberta, 1 layers, 32 wide, mean pooling, normalized")
+
+
+def test_what_was_loaded_is_said_in_two_lines(directory: Path) -> None:
+    plan, computation = embed("text", directory, "a").stderr.decode().splitlines()
+    assert plan == "embed: small: xlm-roberta, 1 layers, 32 wide, mean pooling, normalized, at most 64 tokens"
+    with Embed.open(directory) as engine:
+        device, weights_mb, workspace_mb = engine.device_name, engine.weights_bytes / 1e6, engine.workspace_bytes / 1e6
+    loaded, separator, load_s = computation.rpartition(" in ")
+    assert loaded == (
+        f"embed: small: plain f32 on cpu ({device}), {weights_mb:.1f} MB of weights, "
+        f"{workspace_mb:.1f} MB of workspace, loaded"
+    )
+    assert separator and load_s.endswith(" s") and 0 < float(load_s.removesuffix(" s")) < 60
 
 
 def test_text_from_standard_input_keeps_one_line_a_text(directory: Path) -> None:
@@ -82,8 +94,10 @@ def test_assumed_pooling_is_said(directory: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "bare", ModelSpec("xlm-roberta", num_layers=1, hidden_size=32, num_heads=2))
     (tmp_path / "bare" / "modules.json").unlink()
     note = "embed: modules.json: not found; cls pooling is assumed, --pool says otherwise"
-    assert note in embed("text", tmp_path / "bare", "a").stderr.decode()
-    assert note not in embed("text", tmp_path / "bare", "a", "--pool", "cls").stderr.decode()
+    assumed = embed("text", tmp_path / "bare", "a").stderr.decode()
+    assert note in assumed and "cls pooling (assumed), normalized" in assumed
+    given = embed("text", tmp_path / "bare", "a", "--pool", "cls").stderr.decode()
+    assert note not in given and "cls pooling, normalized" in given
 
 
 @pytest.mark.parametrize(
@@ -139,7 +153,7 @@ def test_a_failure_is_one_line_and_ends_with_1(
 ) -> None:
     result = embed(*(directory if argument == "MODEL" else argument for argument in arguments), environment=environment)
     assert result.returncode == 1 and result.stdout == b""
-    # The line that says what was loaded may stand before it.
+    # The lines that say what was loaded may stand before it.
     *notes, error = result.stderr.decode().splitlines()
     assert error.startswith("embed: error: ") and message in error
     assert all(note.startswith("embed: small: ") for note in notes)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from embed import EM_BATCH_MAX, ClosedError, Embed, ModelError, NonFiniteError, RequestError, WeightsError
 from embed.batch import Batch, batches, position_ids
@@ -23,6 +24,7 @@ from embed.pipeline import Pooling
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
 from gkd.errors import DeviceError
+from tests.overflowing import FITTING, MIXED, HalfEngine, make_overflowing_model
 from tools.make_model import ModelSpec, make_model
 
 TEXTS = ["one text", "and another, a little longer one", "", "a third"]
@@ -42,6 +44,7 @@ def engine(directory: Path) -> Iterator[Embed]:
 
 
 def test_what_it_says_of_itself(engine: Embed) -> None:
+    assert (engine.dtype, engine.uses_split, engine.exceeds_split, engine.recomputed) == ("f32", False, False, 0)
     assert (engine.name, engine.family, engine.num_layers, engine.dim) == ("small", "xlm-roberta", 2, 64)
     assert (engine.backend, engine.kernel_count, engine.ok, engine.loaded) == ("cpu", 0, True, True)
     assert engine.device_name and engine.workspace_bytes > 0 and engine.maxseq == 128
@@ -239,8 +242,109 @@ def test_a_vector_that_is_not_finite_is_not_returned(tmp_path: Path) -> None:
         weights["word"][engine.tokenize("e")[1]] = np.inf
         engine._open_engine._encoder._weights = weights  # type: ignore[union-attr]
         assert np.isfinite(engine.encode(["0", "1"])).all()
-        with pytest.raises(NonFiniteError, match=r"texts\[1\]: "):
+        with pytest.raises(NonFiniteError, match=r"^texts\[1\]: the model gives a vector that is not finite$"):
             engine.encode(["0", "e", "1"])
+        assert engine.recomputed == 0
+
+
+# Texts that 16 bits do not hold
+
+
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "overflowing"
+    make_overflowing_model(path)
+    return path
+
+
+@pytest.fixture
+def half(overflowing: Path) -> Iterator[HalfEngine]:
+    half = HalfEngine(overflowing)
+    with half.engine:
+        yield half
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("mode", POOL_MODES)
+def test_a_text_that_f16_does_not_hold_is_computed_in_f32_and_no_other(
+    half: HalfEngine, overflowing: Path, mode: PoolMode, normalize: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = half.engine
+    engine.set_pooling(mode, normalize)
+    alone = engine.encode(FITTING)
+    assert engine.recomputed == 0 and half.made == [DType.F16] and not caplog.records
+    mixed = engine.encode(MIXED)
+    assert np.array_equal(mixed[[0, 2, 3]], alone)
+    with Embed.open(overflowing, pool=mode, normalize=normalize) as f32:
+        assert np.array_equal(mixed[[1, 4]], f32.encode([MIXED[1], MIXED[4]]))
+        assert not np.array_equal(alone, f32.encode(FITTING))
+    assert engine.recomputed == 2
+    engine.encode(MIXED, normalize=not normalize)
+    assert engine.recomputed == 4 and half.made == [DType.F16, DType.F32]
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage() == (
+        "overflowing: the range of f16 is too small for this model: a text whose vector is not finite is computed "
+        "again in f32, by itself, with a second copy of the weights; --dtype bf16 or f32 avoids it"
+    )
+
+
+def test_the_model_in_f32_is_counted_while_it_is_there(half: HalfEngine) -> None:
+    engine, config = half.engine, half.inner.pipeline.config
+    engine.encode(FITTING)
+    weights_bytes, workspace_bytes = engine.weights_bytes, engine.workspace_bytes
+    expected = engine.encode(MIXED)
+    assert half.inner._exact is not None and half.inner._exact._max_tokens == config.max_tokens
+    # Matrices in 4 bytes instead of 2, vectors in 4 either way.
+    assert 2.9 * weights_bytes < engine.weights_bytes <= 3 * weights_bytes
+    assert workspace_bytes < engine.workspace_bytes < 2 * workspace_bytes
+    engine.unload()
+    assert half.inner._exact is None and engine.weights_bytes == engine.workspace_bytes == 0
+    engine.reload()
+    assert (engine.weights_bytes, engine.workspace_bytes) == (weights_bytes, workspace_bytes)
+    assert engine.recomputed == 2 and len(half.made) == 2
+    assert np.array_equal(engine.encode(MIXED), expected)
+    assert engine.recomputed == 4 and len(half.made) == 3
+
+
+def test_threads_that_need_it_at_once_load_it_once(half: HalfEngine) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        vectors = list(pool.map(lambda _: half.engine.encode(MIXED), range(8)))
+    assert all(np.array_equal(other, vectors[0]) for other in vectors)
+    assert half.made == [DType.F16, DType.F32] and half.engine.recomputed == 16
+
+
+def test_a_model_that_cannot_be_loaded_in_f32_is_tried_again(tmp_path: Path) -> None:
+    make_overflowing_model(tmp_path / "model")
+    weights, half = tmp_path / "model" / "model.safetensors", HalfEngine(tmp_path / "model")
+    with half.engine as engine:
+        weights.rename(tmp_path / "away")
+        message = (
+            r"^texts\[1\]: the model gives a vector that is not finite in f16, and cannot be loaded in f32: "
+            r"model.safetensors: not found"
+        )
+        with pytest.raises(NonFiniteError, match=message):
+            engine.encode(MIXED)
+        assert np.isfinite(engine.encode(FITTING)).all() and engine.recomputed == 0
+        (tmp_path / "away").rename(weights)
+        assert np.isfinite(engine.encode(MIXED)).all() and engine.recomputed == 2
+
+
+def test_a_vector_that_f32_does_not_hold_either_is_not_returned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model(tmp_path / "model", ModelSpec(hidden_size=32, num_heads=2, num_layers=1))
+    file = tmp_path / "model" / "model.safetensors"
+    tensors, half = load_file(file), HalfEngine(tmp_path / "model")
+    tensors["embeddings.word_embeddings.weight"][half.engine.tokenize("e")[1]] = np.inf
+    save_file(tensors, file)
+    with half.engine as engine:
+        engine.unload()
+        engine.reload()
+        message = r"^texts\[2\]: the model gives a vector that is not finite, neither in f16 nor in f32$"
+        with pytest.raises(NonFiniteError, match=message):
+            engine.encode(["0", "1", "e"])
+        assert np.isfinite(engine.encode(["0", "1"])).all()
+        assert engine.recomputed == 0 and not caplog.records
 
 
 # Batches

@@ -451,7 +451,7 @@ def test_a_launch_of_linear_names_one_of_the_plan_s_kernels_and_covers_the_capac
     plan = Linear(384, 1152).plan(dtype, arch)
     weight, bias, num_rows = tensor(dtype, 1152, 384), tensor(DType.F32, 1152), tensor(DType.I32, 1)
     launched = set()
-    for rows in (1, 16, 17, 64, 100, 512, 513, 16384):
+    for rows in (1, 16, 17, 64, 100, 200, 512, 513, 16384):
         launch = plan.launch(tensor(dtype, rows, 1152), tensor(dtype, rows, 384), weight, bias, num_rows)
         launched.add(launch.spec)
         defines = dict(launch.spec.defines)
@@ -471,13 +471,24 @@ def test_each_block_size_of_attention_has_its_kernel(head_dim: int, dtype: DType
     plan, sizes = op.plan(dtype, arch), op.block_sizes(dtype, arch)
     assert list(sizes) == sorted(set(sizes))
     on_wgmma = arch == 90 and head_dim in (64, 128) and dtype in (DType.F16, DType.BF16)
-    assert len(sizes) == (2 if on_wgmma else 1)
-    out, qkv = tensor(dtype, 100, 3 * head_dim), tensor(dtype.summand, 100, 9 * head_dim)
+    on_mma_split = arch == 90 and head_dim in (32, 64) and dtype is DType.SPLIT
+    assert len(sizes) == (2 if on_wgmma or on_mma_split else 1)
+    out, qkv = tensor(dtype, 100, 3 * head_dim), tensor(dtype, 100, 9 * head_dim)
     launches = [plan.launch(out, qkv, tensor(DType.I32, 7, 3), size) for size in sizes]
     assert tuple(launch.spec for launch in launches) == plan.specs
     for launch, size in zip(launches, sizes, strict=True):
         assert launch.grid == (7, 3, 1) and not launch.persistent
         assert dict(launch.spec.defines)["BLOCK_Q"] == size
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_attention_s_factors_take_the_scales_of_split_tensors_out(head_dim: int) -> None:
+    op = Attention(3, head_dim)
+    out, qkv = tensor(DType.SPLIT, 100, 3 * head_dim).scaled(64.0), tensor(DType.SPLIT, 100, 9 * head_dim).scaled(8.0)
+    for block_q in op.block_sizes(DType.SPLIT, 90):
+        launch = op.plan(DType.SPLIT, 90).launch(out, qkv, tensor(DType.I32, 7, 3), block_q)
+        base = 1.0 if launch.spec.name == "attention_plain" else math.log2(math.e)
+        assert launch.arguments[-2:] == (base / math.sqrt(head_dim) / 64, 8.0)
 
 
 def test_the_cpu_has_one_block_size() -> None:
@@ -490,7 +501,7 @@ def test_the_cpu_has_one_block_size() -> None:
 def test_a_view_is_another_shape_at_an_element_of_the_same_memory() -> None:
     buffer = Tensor(1024, (100,), DType.F32)
     assert buffer.view((4, 5)) == Tensor(1024, (4, 5), DType.F32)
-    assert buffer.view((4, 5), 80, DType.SPLIT) == Tensor(1024 + 4 * 80, (4, 5), DType.SPLIT)
+    assert buffer.view((4, 5), 80) == Tensor(1024 + 4 * 80, (4, 5), DType.F32)
     assert Tensor(1024, (100,), DType.F16).view((2,), 3) == Tensor(1030, (2,), DType.F16)
     for shape, start in (((101,), 0), ((4, 5), 81), ((1,), -1)):
         with pytest.raises(ValueError, match=f"does not fit at element {start}"):
@@ -498,4 +509,3 @@ def test_a_view_is_another_shape_at_an_element_of_the_same_memory() -> None:
     numbers = np.arange(100, dtype=np.float32)
     part = CpuBackend().view(numbers, (4, 5), 80)
     assert np.array_equal(part, np.arange(80, 100).reshape(4, 5)) and np.shares_memory(part, numbers)
-    assert CpuBackend().view(numbers, (2, 2), 1, DType.I32).dtype == np.int32

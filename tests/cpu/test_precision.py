@@ -42,7 +42,7 @@ def scales_of(engine: Embed, **changed: Any) -> Scales | None:
 
 
 def test_no_state_leaves_the_range(engine: Embed, corpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = dict.fromkeys(("hidden", "context", "inner"), 0.0)
+    largest = dict.fromkeys(("hidden", "qkv", "inner"), 0.0)
     run = CpuBackend.run
 
     def record(backend: CpuBackend, op: Operator, *tensors: Any) -> None:
@@ -51,9 +51,9 @@ def test_no_state_leaves_the_range(engine: Embed, corpus: list[str], monkeypatch
         if isinstance(op, AddLayerNorm | EmbedLayerNorm):
             name = "hidden"
         elif isinstance(op, Attention):
-            name = "context"
-        elif isinstance(op, Linear) and op.activation == "gelu":
-            name = "inner"
+            name = "qkv"
+        elif isinstance(op, Linear) and not op.to_sum:
+            name = "inner" if op.activation == "gelu" else "qkv"
         if name is not None:
             largest[name] = max(largest[name], float(np.abs(tensors[0]).max()))
 

@@ -83,6 +83,7 @@ def test_health(client: httpx.Client) -> None:
         ("kernels", 3),
         ("weights_bytes", 1 << 20),
         ("workspace_bytes", 4096),
+        ("recomputed", 5),
     ]
     head = client.head("/health")
     assert (head.status_code, head.content) == (200, b"")

@@ -20,6 +20,9 @@ import pytest
 from numpy.typing import NDArray
 
 from embed import Embed
+from serve.app import ServeConfig, create_app
+from tests.cpu.serve_engine import running
+from tests.overflowing import FITTING, MIXED, HalfEngine, make_overflowing_model
 from tools.make_model import ModelSpec, make_model
 
 TOKEN = "a-token-that-no-log-may-hold"
@@ -153,9 +156,11 @@ def test_health_is_open_and_names_no_path(server: Server, path: str) -> None:
         "kernels",
         "weights_bytes",
         "workspace_bytes",
+        "recomputed",
     ]
     assert report["status"] == "healthy" and report["model"] == "minilm" and report["device"] == "cpu"
     assert report["max_seq"] == 256 and report["kernels"] == 0 and report["pool_idle_bytes"] > 0
+    assert report["recomputed"] == 0
     # 22.7 million parameters in float32, without the pooler that no vector needs.
     assert report["weights_bytes"] == 90_261_504 and report["workspace_bytes"] == report["pool_idle_bytes"]
     assert "/" not in report["model"]
@@ -194,6 +199,7 @@ def test_the_lease(small: Path) -> None:
     assert again["last_load_ms"] >= 0 and again["requests"] == 2
     code, errors = server.stop()
     assert code == 0 and "Traceback" not in errors
+    assert errors.startswith("embed: small: xlm-roberta, 1 layers, ") and "embed: small: plain f32 on cpu (" in errors
     assert "weights unloaded" in errors and "weights loaded" in errors
 
 
@@ -211,6 +217,34 @@ def test_a_failed_reload_is_503_and_the_next_request_tries_again(small: Path, tm
     (tmp_path / "away").rename(model / "model.safetensors")
     assert np.array_equal(server.embed(["a text"]), expected)
     assert server.stop()[0] == 0
+
+
+def test_health_counts_the_texts_that_were_computed_again(tmp_path: Path) -> None:
+    make_overflowing_model(tmp_path / "model")
+    with HalfEngine(tmp_path / "model").engine as engine:
+        app = create_app(engine, engine, ServeConfig(model_name="model", unload_after_s=1))
+        with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+
+            def health() -> dict[str, Any]:
+                report: dict[str, Any] = client.get("/health").json()
+                return report
+
+            def post(texts: list[str]) -> None:
+                client.post("/create_embedding", json={"texts": texts}).raise_for_status()
+
+            before = health()
+            post(FITTING)
+            fitting = health()
+            post(MIXED)
+            mixed = health()
+            assert [report["recomputed"] for report in (before, fitting, mixed)] == [0, 0, 2]
+            assert fitting["weights_bytes"] == before["weights_bytes"] < mixed["weights_bytes"]
+            assert fitting["workspace_bytes"] == before["workspace_bytes"] < mixed["workspace_bytes"]
+            for _ in range(300):
+                if not (unloaded := health())["model_loaded"]:
+                    break
+                time.sleep(0.1)
+            assert (unloaded["weights_bytes"], unloaded["workspace_bytes"], unloaded["recomputed"]) == (0, 0, 2)
 
 
 def test_sigterm_answers_what_was_asked(models: Path) -> None:

@@ -1,13 +1,17 @@
-"""The programs that prepare and make models, against transformers and sentence-transformers; and the corpus."""
+"""The programs that make models, against transformers and sentence-transformers; those that show speed; the corpus."""
 
 import json
 import os
+import re
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,8 +22,9 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, XLMRobertaConfig, XLMRobertaModel
 
-from tools import e5_file, make_model, models
+from tools import bench_embed, e5_file, make_model, models, plot_bench
 from tools.make_model import PRESETS, ModelSpec, model_config, tensor_shapes
+from tools.sweeps import SWEEPS
 
 ROOT = Path(__file__).parents[2]
 PREPARED = ROOT / "build" / "models"  # by `make models`
@@ -331,6 +336,143 @@ def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert models.main([str(tmp_path / "models"), "--from-file", str(tmp_path / "other-q4.bin")]) == 1
     assert "not a quantised E5 file" in capsys.readouterr().err
     assert not list((tmp_path / "models").iterdir())
+
+
+# bench_embed and plot_bench
+
+
+def test_every_point_of_a_sweep_is_texts_of_one_length() -> None:
+    throughput, latency = SWEEPS["throughput"].points, SWEEPS["latency"].points
+    assert list(throughput) == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    assert all(set(lengths) == {length} and sum(lengths) == 16_384 for length, lengths in throughput.items())
+    assert list(latency) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert all(lengths == [32] * num_texts for num_texts, lengths in latency.items())
+
+
+def test_ours_is_shown_as_a_ratio_of_each_peer_of_its_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    medians_ms = {"ours f32": 4.0, "ours f16": 2.0, "torch f32": 8.0, "torch f16": 3.0, "library parts f16": 1.5}
+    records: list[dict[str, Any]] = [
+        {"row": row, "median_ms": ms, "fastest_ms": ms, "slowest_ms": ms, "tokens_per_s": 1.0}
+        for row, ms in medians_ms.items()
+    ]
+    bench_embed.show("64 x 32", [records[0] | {"min_cosine": 0.5}, *records[1:]])
+    exact, half, *peers = capsys.readouterr().out.splitlines()
+    assert exact.endswith("cosine 0.5000000  2.00 x torch")
+    assert half.endswith("1.50 x torch, 0.75 of library parts")
+    assert all(" x " not in line.removeprefix("64 x 32") and "cosine" not in line for line in peers)
+
+
+ROWS = [f"{engine} {dtype}" for dtype in ("f32", "f16", "bf16") for engine in ("ours", "torch")]
+
+
+def sweep_records() -> list[dict[str, Any]]:
+    """What a run writes: a record of the table, and all rows of both sweeps, a little slower from row to row."""
+    run = {"card": "A card, 1.2.3, 700 W", "date": "2026-12-01", "torch": "2.13.0", "commit": "0", "model": "a_$model$"}
+    records: list[dict[str, Any]] = [{"workload": "1 x 16", "row": "library parts f16", "median_ms": 1.0}]
+    for name, sweep in SWEEPS.items():
+        for x, lengths in sweep.points.items():
+            for row_idx, row in enumerate(ROWS):
+                ms = (1 + 1e-3 * sum(lengths)) * 1.3**row_idx
+                times = {"median_ms": ms, "fastest_ms": 0.9 * ms, "slowest_ms": 1.2 * ms}
+                records.append({"sweep": name, "x": x, "row": row, "tokens_per_s": 1e3 * sum(lengths) / ms} | times)
+    return [run | record for record in records]
+
+
+def write_records(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def plots(tmp_path: Path) -> Path:
+    """The directory of the plots of `sweep_records`."""
+    assert (
+        plot_bench.main([str(write_records(tmp_path / "records.jsonl", sweep_records())), str(tmp_path / "a/b")]) == 0
+    )
+    return tmp_path / "a/b"
+
+
+def test_plots_name_every_row_the_units_and_the_machine(plots: Path) -> None:
+    assert sorted(path.name for path in plots.iterdir()) == ["latency.svg", "throughput.svg"]
+    for name, unit, x in (("throughput", "(tokens/s)", "8,192"), ("latency", "(ms)", "256")):
+        texts = [text.strip() for text in ElementTree.parse(plots / f"{name}.svg").getroot().itertext()]
+        assert [text for text in texts if text in ROWS] == ROWS
+        assert {SWEEPS[name].title, SWEEPS[name].x_label, SWEEPS[name].y_label, x} <= set(texts)
+        assert unit in SWEEPS[name].y_label
+        assert "a_$model$ on A card, 1.2.3, 700 W · 2026-12-01" in texts
+
+
+def test_equal_records_give_equal_plots(plots: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.plot_bench", str(tmp_path / "records.jsonl"), str(tmp_path / "again")]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"}, check=True, capture_output=True)
+    for path in plots.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_a_band_is_in_the_unit_of_its_median() -> None:
+    run = {"row": "ours f32", "model": "a", "card": "b", "date": "c", "x": 16}
+    times = {"median_ms": 2.0, "fastest_ms": 1.0, "slowest_ms": 4.0, "tokens_per_s": 100.0}
+    assert plot_bench.Record(sweep="latency", **run, **times).y == (2, 1, 4)  # type: ignore[arg-type]
+    assert plot_bench.Record(sweep="throughput", **run, **times).y == (100, 200, 50)  # type: ignore[arg-type]
+
+
+def luminance(color: str) -> float:
+    """Relative luminance, as WCAG 2 defines it, of `#rrggbb`."""
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#0d1117"], ids=["light", "dark"])
+def test_plots_stand_out_from_a_page_of_either_theme(background: str) -> None:
+    # WCAG 2 asks graphics for a contrast of 3; 4.35 is the most that one gray has with both pages.
+    least = {plot_bench.TEXT_COLOR: 4.3} | dict.fromkeys(plot_bench.COLORS.values(), 3.0)
+    for color, contrast in least.items():
+        darker, lighter = sorted([luminance(color), luminance(background)])
+        assert (lighter + 0.05) / (darker + 0.05) >= contrast, color
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sweep": "memory"}, r":2: not a record of bench_embed: .*`\$.sweep`"),
+        ({"row": "vllm f32"}, r":2: not a record of bench_embed: .*`\$.row`"),
+        ({"x": 0}, r":2: not a record of bench_embed: .*`\$.x`"),
+        ({"median_ms": "fast"}, r":2: not a record of bench_embed: .*`\$.median_ms`"),
+        ({"slowest_ms": float("nan")}, ":2: not a record of bench_embed: JSON is malformed"),
+        ({"card": "another"}, ":3: expected one run, of `a_.* on another .*`, got `a_.*`"),
+        ({"x": 32}, ":8: `ours f32` is there twice at 32 of `throughput`"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
+    records = sweep_records()
+    records[1] |= change
+    path = write_records(tmp_path / "records.jsonl", records)
+    assert plot_bench.main([str(path), str(tmp_path / "plots")]) == 1
+    assert re.fullmatch(f"error: {re.escape(str(path))}{message}.*\n", capsys.readouterr().err)
+    assert not (tmp_path / "plots").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no record of a sweep"),
+        (b'{"workload": "1 x 16", "row": "ours f32"}\n', "no record of a sweep"),
+        (b"[1]\n", ":1: not a record of bench_embed"),
+        (b'{"sweep": "latency", "x": 1}\n', ":1: not a record of bench_embed: .*missing required field"),
+        (b'{"sweep": "\xff"}\n', ":1: not a record of bench_embed"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_without_sweeps_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "records.jsonl").write_bytes(content)
+    assert plot_bench.main([str(tmp_path / "records.jsonl"), str(tmp_path / "plots")]) == 1
+    assert re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err)
 
 
 # The corpus

@@ -48,7 +48,9 @@ bool poll_mbarrier(unsigned long long* barrier, unsigned parity);
 void wait_at_named_barrier(int barrier_idx, int num_threads, const char* file, int line);
 
 // The size of the box that will come.
-size_t start_load(void* smem, const TensorMap& map, int column, int row, unsigned long long* barrier);
+size_t start_load(
+    const char* name, void* smem, const TensorMap& map, unsigned num_dimensions, int column, int row, int plane,
+    unsigned long long* barrier);
 struct Snapshot {
     unsigned char* bytes;
     size_t num_bytes;
@@ -160,10 +162,16 @@ inline bool mbarrier_try_wait(unsigned long long* barrier, unsigned parity) {
     return cusim::poll_mbarrier(barrier, parity);
 }
 
+inline void prefetch_tensor_map(const TensorMap&) {}
+
 // The box is NaN from here to its arrival: when no thread can go on, or at random. It is filled here, so that the
 // sanitizer names the kernel's line.
 inline void tma_load_2d(void* smem, const TensorMap& map, int column, int row, unsigned long long* barrier) {
-    memset(smem, 0xff, cusim::start_load(smem, map, column, row, barrier));
+    memset(smem, 0xff, cusim::start_load("tma_load_2d", smem, map, 2, column, row, 0, barrier));
+}
+inline void tma_load_3d(
+    void* smem, const TensorMap& map, int column, int row, int plane, unsigned long long* barrier) {
+    memset(smem, 0xff, cusim::start_load("tma_load_3d", smem, map, 3, column, row, plane, barrier));
 }
 // Written at bulk_wait_read; shared memory must be then what it is now.
 inline void tma_store_2d(const TensorMap& map, int column, int row, const void* smem) {
@@ -192,21 +200,28 @@ template <int PENDING>
 inline void wgmma_wait() {
     cusim::wait_for_wgmma(PENDING);
 }
-#define CUSIM_WGMMA(type)                                                                                      \
-    inline void wgmma_m64n128k16_##type(                                                                       \
-        float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {                          \
-        cusim::start_wgmma({cusim::Half::type, 128, nullptr, a, b, false, accumulate != 0}, d);                \
-    }                                                                                                          \
-    inline void wgmma_m64n64k16_registers_##type(                                                              \
-        float (&d)[32], const unsigned (&a)[4], unsigned long long b, int accumulate) {                        \
-        cusim::start_wgmma({cusim::Half::type, 64, a, 0, b, true, accumulate != 0}, d);                        \
-    }                                                                                                          \
-    inline void wgmma_m64n128k16_registers_##type(                                                             \
-        float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) {                        \
-        cusim::start_wgmma({cusim::Half::type, 128, a, 0, b, true, accumulate != 0}, d);                       \
+#define CUSIM_WGMMA(type, n)                                                                    \
+    inline void wgmma_m64n##n##k16_##type(                                                      \
+        float (&d)[n / 2], unsigned long long a, unsigned long long b, int accumulate) {        \
+        cusim::start_wgmma({cusim::Half::type, n, nullptr, a, b, false, accumulate != 0}, d);   \
     }
-CUSIM_WGMMA(f16)
-CUSIM_WGMMA(bf16)
+#define CUSIM_WGMMA_REGISTERS(type, n)                                                          \
+    inline void wgmma_m64n##n##k16_registers_##type(                                            \
+        float (&d)[n / 2], const unsigned (&a)[4], unsigned long long b, int accumulate) {      \
+        cusim::start_wgmma({cusim::Half::type, n, a, 0, b, true, accumulate != 0}, d);          \
+    }
+#define CUSIM_WGMMA_OF(type)                                                                    \
+    CUSIM_WGMMA(type, 8)                                                                        \
+    CUSIM_WGMMA(type, 16)                                                                       \
+    CUSIM_WGMMA(type, 32)                                                                       \
+    CUSIM_WGMMA(type, 64)                                                                       \
+    CUSIM_WGMMA(type, 128)                                                                      \
+    CUSIM_WGMMA_REGISTERS(type, 64)                                                             \
+    CUSIM_WGMMA_REGISTERS(type, 128)
+CUSIM_WGMMA_OF(f16)
+CUSIM_WGMMA_OF(bf16)
+#undef CUSIM_WGMMA_OF
+#undef CUSIM_WGMMA_REGISTERS
 #undef CUSIM_WGMMA
 
 #endif

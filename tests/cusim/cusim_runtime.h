@@ -19,11 +19,13 @@ struct LaunchShape {
     uint32_t order;
 };
 
-// What a TensorMap holds here, as harness.py packs it: a matrix without gaps, and how high a box of 128 bytes width is.
+// What a TensorMap holds here, as harness.py packs it: a matrix without gaps whose rows are divided into planes, and how high
+// and how deep a box of 128 bytes width is.
 struct MatrixMap {
     unsigned char* data;
-    uint64_t num_rows, num_columns;
-    uint32_t element_bytes, box_rows;
+    uint64_t num_rows, num_columns, num_planes;  // columns of a plane
+    uint32_t element_bytes, box_rows, box_planes;
+    uint32_t num_dimensions;  // 2, or 3 with planes
 };
 constexpr size_t TENSOR_MAP_BYTES = 128;
 

@@ -54,13 +54,13 @@ struct NamedBarrier final : Event {
     }
 };
 
-// Part of a matrix, 128 bytes by box_rows rows, and where it lies in shared memory.
+// Part of a matrix, 128 bytes by box_rows rows of box_planes planes, and where it lies in shared memory.
 struct Box {
     MatrixMap matrix;
-    int64_t column, row;
+    int64_t column, row, plane;
     unsigned char* smem;
 
-    size_t num_bytes() const { return size_t{matrix.box_rows} * ROW_BYTES; }
+    size_t num_bytes() const { return size_t{matrix.box_planes} * matrix.box_rows * ROW_BYTES; }
     bool overlaps(const Box& other) const {
         return smem < other.smem + other.num_bytes() && other.smem < smem + num_bytes();
     }
@@ -68,18 +68,27 @@ struct Box {
     // Calls `move(address in shared memory, address in the matrix, num_bytes)` for all that is inside the matrix.
     template <class Move>
     void for_each_piece(Move move) const {
+        for (unsigned i = 0; i < matrix.box_planes * matrix.box_rows; ++i) {
+            auto from_plane = plane + i / matrix.box_rows, from_row = row + i % matrix.box_rows;
+            if (from_plane < 0 || from_plane >= static_cast<int64_t>(matrix.num_planes)) continue;
+            if (from_row < 0 || from_row >= static_cast<int64_t>(matrix.num_rows)) continue;
+            for_each_piece_of_row(i, from_row * static_cast<int64_t>(matrix.num_planes) + from_plane, move);
+        }
+    }
+
+private:
+    // Of a row of the box, and that of a plane: planes lie side by side.
+    template <class Move>
+    void for_each_piece_of_row(unsigned box_row, int64_t plane_row, Move move) const {
         int64_t element_bytes = matrix.element_bytes, chunk_elements = CHUNK_BYTES / element_bytes;
-        auto num_rows = static_cast<int64_t>(matrix.num_rows), num_columns = static_cast<int64_t>(matrix.num_columns);
-        for (unsigned i = 0; i < matrix.box_rows; ++i) {
-            if (row + i < 0 || row + i >= num_rows) continue;
-            for (unsigned chunk = 0; chunk < ROW_BYTES / CHUNK_BYTES; ++chunk) {
-                int64_t begin = column + chunk * chunk_elements;
-                int64_t first = std::max(begin, int64_t{0}), end = std::min(begin + chunk_elements, num_columns);
-                if (first >= end) continue;
-                move(smem + swizzled(i * ROW_BYTES + chunk * CHUNK_BYTES) + (first - begin) * element_bytes,
-                     matrix.data + ((row + i) * num_columns + first) * element_bytes,
-                     static_cast<size_t>((end - first) * element_bytes));
-            }
+        auto num_columns = static_cast<int64_t>(matrix.num_columns);
+        for (unsigned chunk = 0; chunk < ROW_BYTES / CHUNK_BYTES; ++chunk) {
+            int64_t begin = column + chunk * chunk_elements;
+            int64_t first = std::max(begin, int64_t{0}), end = std::min(begin + chunk_elements, num_columns);
+            if (first >= end) continue;
+            move(smem + swizzled(box_row * ROW_BYTES + chunk * CHUNK_BYTES) + (first - begin) * element_bytes,
+                 matrix.data + (plane_row * num_columns + first) * element_bytes,
+                 static_cast<size_t>((end - first) * element_bytes));
         }
     }
 };
@@ -186,9 +195,12 @@ void end_phase_if_complete(Mbarrier& barrier) {
 
 // ---- Copies ------------------------------------------------------------------------------------------------------
 
-Box box_of(const char* name, const TensorMap& map, int column, int row, const void* smem) {
+Box box_of(const char* name, const TensorMap& map, unsigned num_dimensions, int column, int row, int plane, const void* smem) {
     auto* bytes = const_cast<unsigned char*>(static_cast<const unsigned char*>(smem));
-    Box box{read_argument<MatrixMap>(&map), column, row, bytes};
+    Box box{read_argument<MatrixMap>(&map), column, row, plane, bytes};
+    if (box.matrix.num_dimensions != num_dimensions) {
+        fail("%s: the tensor map has %u dimensions", name, box.matrix.num_dimensions);
+    }
     if (!is_shared(smem, box.num_bytes())) {
         fail("%s: the box of %zu bytes is not in shared memory", name, box.num_bytes());
     }
@@ -468,17 +480,19 @@ void wait_at_named_barrier(int barrier_idx, int num_threads, const char* file, i
     give_up_turn();
 }
 
-size_t start_load(void* smem, const TensorMap& map, int column, int row, unsigned long long* barrier) {
-    Load load{box_of("tma_load_2d", map, column, row, smem), &find_mbarrier("tma_load_2d", barrier)};
+size_t start_load(
+    const char* name, void* smem, const TensorMap& map, unsigned num_dimensions, int column, int row, int plane,
+    unsigned long long* barrier) {
+    Load load{box_of(name, map, num_dimensions, column, row, plane, smem), &find_mbarrier(name, barrier)};
     for (const Load& other : engines.loads) {
-        if (load.box.overlaps(other.box)) fail("tma_load_2d: an earlier copy to the same place is still under way");
+        if (load.box.overlaps(other.box)) fail("%s: an earlier copy to the same place is still under way", name);
     }
     engines.loads.push_back(load);
     return load.box.num_bytes();
 }
 
 Snapshot start_store(const TensorMap& map, int column, int row, const void* smem) {
-    Box box = box_of("tma_store_2d", map, column, row, smem);
+    Box box = box_of("tma_store_2d", map, 2, column, row, 0, smem);
     engines.stores.push_back({box, current, false, std::make_unique<unsigned char[]>(box.num_bytes())});
     return {engines.stores.back().snapshot.get(), box.num_bytes()};
 }

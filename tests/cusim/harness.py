@@ -250,6 +250,10 @@ def _check_tensor_map(argument: TensorMap) -> None:
         raise CusimError(f"a tensor map's box has 1 to 256 rows, not {argument.box_rows}")
     if matrix.shape[1] * matrix.itemsize % 16 != 0:
         raise CusimError(f"a tensor map's rows are of whole 16 bytes, not {matrix.shape[1]} of {matrix.itemsize}")
+    if argument.slices and matrix.shape[1] * matrix.itemsize % 128 != 0:
+        raise CusimError(f"a row of {matrix.shape[1]} of {matrix.itemsize} bytes is not one of whole slices")
+    if not 0 <= argument.slices <= 256:
+        raise CusimError(f"a tensor map's box has at most 256 slices, not {argument.slices}")
     if matrix.ctypes.data % 16 != 0:
         raise CusimError("a tensor map's matrix does not lie at 16 bytes")
 
@@ -258,7 +262,11 @@ def _value(argument: Any, place: Callable[[Array], int]) -> bytes:
     """What the kernel's parameter is made of, in at least 8 bytes; `place` says what stands for an array."""
     if isinstance(argument, TensorMap):
         matrix = _halves(argument.tensor)
-        return struct.pack("<3Q2I96x", place(matrix), *matrix.shape, matrix.itemsize, argument.box_rows)
+        (num_rows, num_columns), element_bytes = matrix.shape, matrix.itemsize
+        width, box_planes = argument.planes(num_columns, element_bytes)
+        num_dimensions = 2 if width == num_columns and not argument.slices else 3
+        sizes = (num_rows, width, num_columns // width, element_bytes, argument.box_rows, box_planes, num_dimensions)
+        return struct.pack("<4Q4I80x", place(matrix), *sizes)
     if isinstance(argument, np.ndarray):
         return struct.pack("<Q", place(argument))
     return struct.pack("<f4x" if isinstance(argument, float) else "<i4x", argument)

@@ -1,8 +1,9 @@
-"""attention_plain, _simt, _mma and _wgmma on the CPU: against the reference in float64, and text by text."""
+"""attention_plain, _simt, _mma, _mma_split and _wgmma on the CPU: against the reference in float64, text by text."""
 
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,10 @@ CASES = (
     Case("wgmma", DType.BF16, 1, 128, arch=90),
     Case("wgmma", DType.BF16, 2, 64, arch=90, block_idx=0),
     Case("wgmma", DType.F16, 1, 128, arch=90, block_idx=0),
-    Case("simt", DType.SPLIT, 2, 64, arch=90),
+    Case("mma", DType.SPLIT, 3, 32, arch=90),
+    Case("mma", DType.SPLIT, 2, 64, arch=90),
+    Case("mma", DType.SPLIT, 1, 64),
+    Case("mma", DType.SPLIT, 2, 128, arch=90),
     Case("plain", DType.SPLIT, 1, 80, arch=90),
 )
 cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -82,7 +86,7 @@ def compiled() -> None:
 def packed(case: Case, scale: float = 1.0) -> Array:
     """qkv of all texts."""
     rng = np.random.default_rng(17)
-    return narrowed(scale * rng.standard_normal((sum(LENGTHS), 3 * case.width), dtype=np.float32), case.dtype.summand)
+    return narrowed(scale * rng.standard_normal((sum(LENGTHS), 3 * case.width), dtype=np.float32), case.dtype)
 
 
 def attend(
@@ -124,7 +128,12 @@ def bound(case: Case, qkv: Array, lengths: tuple[int, ...]) -> Array:
         score_magnitude[start:end] = np.repeat(largest, case.head_dim, axis=1)
     relative = 2 * step * ((case.head_dim + 8) * score_magnitude + max(lengths) + 16)
     least = 0.0
-    if case.kernel in ("mma", "wgmma"):
+    if case.kernel == "mma" and case.dtype is DType.SPLIT:
+        # The product of two low parts is left out, of scores and of the context, and a weight is rounded. The largest
+        # is 2^14 then, and the error of those that end among the smallest f16 2^-25.
+        relative += 2 * UNIT[case.dtype] * (score_magnitude + 1)
+        least = max(lengths) * 2.0**-39 * np.abs(qkv).max()
+    elif case.kernel in ("mma", "wgmma"):
         relative += UNIT[case.dtype]
         if case.dtype is DType.F16:
             # A weight below 2^-14 has a rounding error of its own size; the largest weight is 1, and so is their sum.
@@ -149,17 +158,19 @@ def test_matches_float64_in_any_schedule(case: Case, scale: float) -> None:
 def test_a_long_text_goes_round_the_stages(case: Case, order: int) -> None:
     lengths = (3, 1100)
     rng = np.random.default_rng(19)
-    qkv = narrowed(rng.standard_normal((sum(lengths), 3 * case.width), dtype=np.float32), case.dtype.summand)
+    qkv = narrowed(rng.standard_normal((sum(lengths), 3 * case.width), dtype=np.float32), case.dtype)
     wide = widened(qkv)
     assert_close(attend(case, qkv, lengths, order), reference(case, wide, lengths), bound(case, wide, lengths))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.dtype is DType.F32], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype in (DType.F32, DType.SPLIT)], ids=str)
 def test_fp32_is_as_exact_as_numpy(case: Case) -> None:
     qkv = packed(case)
-    want, by_numpy = reference(case, widened(qkv), LENGTHS), poisoned((len(qkv), case.width), DType.F32)
-    case.op.reference(by_numpy, qkv, attention_work(np.cumsum([0, *LENGTHS]), 256), 256)
-    error, error_of_numpy = (np.sqrt(np.square(out - want).mean()) for out in (attend(case, qkv, LENGTHS), by_numpy))
+    wide = widened(qkv)
+    want, by_numpy = reference(case, wide, LENGTHS), poisoned((len(qkv), case.width), DType.F32)
+    case.op.reference(by_numpy, wide.astype(np.float32), attention_work(np.cumsum([0, *LENGTHS]), 256), 256)
+    outputs = widened(attend(case, qkv, LENGTHS)), by_numpy
+    error, error_of_numpy = (np.sqrt(np.square(out - want).mean()) for out in outputs)
     assert error <= 1.5 * error_of_numpy
 
 
@@ -178,16 +189,16 @@ def test_a_text_has_its_bits_alone_and_in_any_company(case: Case) -> None:
         alone = attend(case, qkv[start:end].copy(), (length,), num_empty=3)
         assert same_bits(alone, together[start:end])
         # In another place, among texts that spoil whatever they touch.
-        company = narrowed(np.full((length + 8, 3 * case.width), np.nan), case.dtype.summand)
+        company = narrowed(np.full((length + 8, 3 * case.width), np.nan), case.dtype)
         company[5:-3] = qkv[start:end]
         assert same_bits(attend(case, company, (5, length, 3))[5:-3], together[start:end])
 
 
 @cases
 def test_a_query_has_its_bits_in_any_row(case: Case) -> None:
-    qkv = packed(case)[:130].copy()
-    qkv[:, : case.width] = qkv[7, : case.width]
-    out = attend(case, qkv, (130,))
+    values = widened(packed(case)[:130]).astype(np.float32)
+    values[:, : case.width] = values[7, : case.width]
+    out = attend(case, narrowed(values, case.dtype), (130,))
     assert same_bits(out, np.tile(out[:1], (130, 1)))
 
 
@@ -196,7 +207,9 @@ def test_a_nan_stays_in_its_text(case: Case) -> None:
     qkv = packed(case).copy()
     clean = attend(case, qkv, LENGTHS)
     start, end = 18, 148
-    qkv[end - 1, case.width] = narrowed(np.array([np.nan]), case.dtype.summand)[0]  # the first head's last key
+    last = widened(qkv[end - 1]).astype(np.float32)
+    last[case.width] = np.nan  # the first head's last key
+    qkv[end - 1] = narrowed(last, case.dtype)
     out, clean = widened(attend(case, qkv, LENGTHS)), widened(clean)
     assert np.isnan(out[start:end, : case.head_dim]).all()
     out[start:end, : case.head_dim] = clean[start:end, : case.head_dim]
@@ -209,13 +222,15 @@ def test_auto_takes_tensor_cores_where_it_can() -> None:
         return name
 
     assert {name(dim, dtype, 80) for dim in (32, 64, 128) for dtype in (DType.F16, DType.BF16)} == {"attention_mma"}
+    assert {name(dim, DType.SPLIT, arch) for dim in (32, 64, 128) for arch in (80, 90)} == {"attention_mma_split"}
+    assert {name(48, DType.SPLIT, 90), name(64, DType.SPLIT, 75)} == {"attention_plain"}
     assert {name(64, DType.F32, 90), name(32, DType.F16, 75), name(128, DType.BF16, 75)} == {"attention_simt"}
     assert {name(48, DType.F32, 90), name(80, DType.F16, 120), name(256, DType.BF16, 75)} == {"attention_plain"}
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 90, 120])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.SPLIT])
 def test_shared_memory_fits_a_block(dtype: DType, head_dim: int, arch: int) -> None:
     op = Attention(1, head_dim)
     out, qkv = (np.empty(shape, dtype.storage) for shape in ((1, head_dim), (1, 3 * head_dim)))
@@ -224,12 +239,46 @@ def test_shared_memory_fits_a_block(dtype: DType, head_dim: int, arch: int) -> N
         assert launch.smem_bytes <= {75: 64, 90: 227}.get(arch, 99) << 10
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_number_of_queries_of_a_block_does_not_show(head_dim: int) -> None:
-    small, large = (Case("wgmma", DType.BF16, 1, head_dim, arch=90, block_idx=index) for index in (0, -1))
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "head_dim"),
+    [
+        ("wgmma", DType.BF16, 64),
+        ("wgmma", DType.BF16, 128),
+        ("mma", DType.SPLIT, 32),
+        ("mma", DType.SPLIT, 64),
+    ],
+)
+def test_the_number_of_queries_of_a_block_does_not_show(kernel: AttentionKernel, dtype: DType, head_dim: int) -> None:
+    small, large = (Case(kernel, dtype, 1, head_dim, arch=90, block_idx=index) for index in (0, -1))
     qkv = packed(small)
     assert small.block_q < large.block_q
     assert same_bits(attend(small, qkv, LENGTHS), attend(large, qkv, LENGTHS))
+
+
+class Scaled(np.ndarray[Any, Any]):
+    """An array that holds its numbers times a scale, as a split tensor of a device does."""
+
+    scale = 1.0
+
+
+def scaled(array: Array, scale: float) -> Scaled:
+    view = array.view(Scaled)
+    view.scale = scale
+    return view
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype is DType.SPLIT], ids=str)
+def test_scales_of_split_tensors_do_not_show(case: Case) -> None:
+    # Both parts of these are exact with any scale, which is then a matter of exponents alone.
+    values = np.float32(2.0**-20) * np.random.default_rng(23).integers(-(2**21), 2**21, (65, 3 * case.width))
+    work = attention_work(np.array([0, 65]), case.block_q)
+    outputs = []
+    for qkv_scale, out_scale in ((1.0, 1.0), (2.0**9, 2.0**11)):
+        qkv, out = narrowed(values * qkv_scale, case.dtype), poisoned((65, case.width), case.dtype)
+        run(case.plan, scaled(out, out_scale), scaled(qkv, qkv_scale), work, case.block_q, arch=case.arch)
+        outputs.append(out)
+    # The second is what was computed. With a scale of 1 it ends among the smallest f16; `assert_close` allows for it.
+    assert_close(outputs[0], widened(outputs[1]) / 2.0**11, UNIT[DType.SPLIT] * np.abs(values).max())
 
 
 @pytest.mark.parametrize("sanitize", [False, True], ids=["", "sanitized"])

@@ -54,6 +54,7 @@ def compiled() -> None:
         "box_copies": [{"BOX_ROWS": BOX_ROWS}],
         "mbarriers": [{"NUM_PHASES": NUM_PHASES}],
         "named_barriers": [{}],
+        "plane_copies": [{"BOX_ROWS": BOX_ROWS, "BOX_PLANES": 2}],
         "wgmma_products": [{"DTYPE_BF16": 1}, {"DTYPE_F16": 1}],
     }
     for arch, group in ((80, variants), (90, sm90_variants)):
@@ -405,6 +406,48 @@ def test_a_box_that_has_not_come_is_nan(case: str, order: int) -> None:
 def test_misused_copies_end_the_launch(case: str, message: str, order: int) -> None:
     with pytest.raises(CusimError, match=message):
         box_copies(case, order)
+
+
+def plane_copies(
+    x: Array, slices: int, case: str = "RIGHT", order: int = FORWARD, sanitize: bool = False, place: Any = (0, 0, 0)
+) -> Array:
+    """What came to lie in shared memory, two planes one after another: 16-bit halves, (planes, rows, 64)."""
+    seen = np.zeros((2, BOX_ROWS, 32), np.int32)
+    defines = {"BOX_ROWS": BOX_ROWS, "BOX_PLANES": 2}
+    arguments = (TensorMap(x, BOX_ROWS, slices), seen, *place)
+    sm90("plane_copies", case, *arguments, defines=defines, order=order, sanitize=sanitize)
+    rows, chunks = np.ogrid[:BOX_ROWS, :8]
+    # The swizzle is its own inverse.
+    return seen.view(np.uint16).reshape(2, BOX_ROWS, 8, 8)[:, rows, chunks ^ rows % 8].reshape(2, BOX_ROWS, 64)
+
+
+@orders
+@builds
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.SPLIT])
+def test_boxes_of_planes_come(dtype: DType, sanitize: bool, order: int) -> None:
+    # Four slices of 64 columns, of which a box has two; or the high and the low parts of 80 numbers.
+    is_split = dtype is DType.SPLIT
+    x = narrowed(RNG.standard_normal((20, 80 if is_split else 256)), dtype)
+    planes = x.view(np.uint16).reshape(20, 2 if is_split else 4, -1).transpose(1, 0, 2)
+    surrounded = np.pad(planes, ((4, 4), (32, 32), (128, 128)))
+    for column, row, plane in ((0, 0, 0), (8, 3, 0), (24, 15, 1), (-5, -3, -1), (0, 0, 3), (0, 30, 0)):
+        seen = plane_copies(x, 0 if is_split else 2, "RIGHT", order, sanitize, (column, row, plane))
+        planes_of_box = slice(4 + plane, 6 + plane)
+        box = surrounded[planes_of_box, 32 + row : 32 + row + BOX_ROWS, 128 + column : 128 + column + 64]
+        assert np.array_equal(seen, box)
+
+
+def test_a_copy_has_the_dimensions_of_its_map() -> None:
+    with pytest.raises(CusimError, match="tma_load_2d: the tensor map has 3 dimensions"):
+        plane_copies(np.zeros((8, 128), np.uint16), 2, "IN_TWO_DIMENSIONS")
+    with pytest.raises(CusimError, match="tma_load_3d: the tensor map has 2 dimensions"):
+        plane_copies(np.zeros((8, 128), np.uint16), 0)
+
+
+@pytest.mark.parametrize(("columns", "slices", "message"), [(72, 1, "whole slices"), (128, 257, "at most 256 slices")])
+def test_slices_that_a_driver_would_not_take(columns: int, slices: int, message: str) -> None:
+    with pytest.raises(CusimError, match=message):
+        plane_copies(np.zeros((8, columns), np.uint16), slices)
 
 
 @pytest.mark.parametrize(

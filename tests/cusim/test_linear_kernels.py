@@ -1,5 +1,6 @@
-"""linear_simt, linear_mma and linear_wgmma on the CPU: against float64, in their order of sums, and row by row."""
+"""The kernels of linear layers on the CPU: against float64, in their order of sums, and row by row."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,7 +40,7 @@ class Case:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        return (1, 3, 130, 300) if self.kernel == "wgmma" else (1, 3, 17, 130)
+        return {"wgmma": (1, 3, 130, 300), "auto": (1, 17, 60, 130)}.get(self.kernel, (1, 3, 17, 130))
 
     def __str__(self) -> str:
         sizes = f"{self.in_features}-{self.out_features}"
@@ -63,20 +64,28 @@ CASES = (
     Case("wgmma", DType.SPLIT, 64, 8, "none", arch=90),  # one chunk
     Case("wgmma", DType.SPLIT, 192, 136, "gelu", arch=90),
     Case("wgmma", DType.SPLIT, 512, 264, "none", arch=90, to_sum=True),
-    Case("mma", DType.SPLIT, 64, 8, "none"),
-    Case("mma", DType.SPLIT, 192, 40, "gelu"),
-    Case("mma", DType.SPLIT, 1216, 24, "none", to_sum=True),  # a warp has more chunks than stages
+    # For few rows; the last tilings of `auto` are those above.
+    Case("auto", DType.BF16, 64, 8, "none", arch=90),
+    Case("auto", DType.F16, 128, 136, "gelu", arch=90),
+    Case("auto", DType.BF16, 320, 264, "none", arch=90),
+    Case("auto", DType.F16, 768, 72, "none", arch=90),
+    Case("auto", DType.SPLIT, 64, 8, "none", arch=90),
+    Case("auto", DType.SPLIT, 192, 40, "gelu", arch=90),
+    Case("auto", DType.SPLIT, 1216, 24, "none", arch=90, to_sum=True),  # more chunks than warps
 )
-KERNELS_OF_SPLIT: tuple[tuple[LinearKernel, int], ...] = (("wgmma", 90), ("mma", 80))
 WGMMA_CASES = tuple(case for case in CASES if case.kernel == "wgmma" and case.dtype is not DType.SPLIT)
+FEW_CASES = tuple(case for case in CASES if case.kernel == "auto")
 
 
-def mma_of(case: Case) -> Case:
-    """Which has the same bits."""
+def peer_of(case: Case) -> Case:
+    """Another kernel, which has the same bits."""
+    if case.dtype is DType.SPLIT:
+        return replace(case, kernel="wgmma")
     return replace(case, kernel="mma", arch=80)
 
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
+cases_of_few = pytest.mark.parametrize("case", FEW_CASES, ids=str)
 cases_and_rows = pytest.mark.parametrize(
     ("case", "num_rows"), [pytest.param(case, rows, id=f"{case}-{rows}") for case in CASES for rows in case.rows]
 )
@@ -93,7 +102,9 @@ def specs(case: Case) -> set[KernelSpec]:
 def compiled() -> None:
     for arch in {case.arch for case in CASES}:
         build_all([spec for case in CASES if case.arch == arch for spec in specs(case)], arch=arch)
-    build_all([spec for case in WGMMA_CASES for spec in specs(mma_of(case))], sanitize=[False])
+    peers = [peer_of(case) for case in (*WGMMA_CASES, *FEW_CASES)]
+    for arch in (80, 90):
+        build_all([spec for peer in peers if peer.arch == arch for spec in specs(peer)], arch=arch, sanitize=[False])
 
 
 @cache
@@ -221,15 +232,30 @@ def test_the_number_of_stages_does_not_show(num_stages: int, monkeypatch: pytest
 @pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
 def test_wgmma_has_the_bits_of_mma_on_any_number_of_blocks(case: Case) -> None:
     x, weight, bias = operands(case)
-    expected = launch(mma_of(case), x, weight, bias)
+    expected = launch(peer_of(case), x, weight, bias)
     assert all(np.array_equal(launch(case, x, weight, bias, num_sms=num_sms), expected) for num_sms in (1, 2, 3, 99))
 
 
-@pytest.mark.parametrize("to_sum", [False, True])
-def test_split_operands_have_the_same_bits_from_both_kernels(to_sum: bool) -> None:
-    many, few = (Case(kernel, DType.SPLIT, 512, 264, "gelu", arch, to_sum) for kernel, arch in KERNELS_OF_SPLIT)
-    x, weight, bias = operands(many)
-    assert np.array_equal(launch(many, x, weight, bias), launch(few, x, weight, bias))
+@cases_of_few
+def test_few_rows_have_the_bits_of_many(case: Case) -> None:
+    x, weight, bias = operands(case)
+    expected = launch(peer_of(case), x, weight, bias)
+    for num_rows in case.rows:
+        assert np.array_equal(launch(case, x[:num_rows].copy(), weight, bias), expected[:num_rows])
+
+
+@pytest.mark.parametrize(("num_blocks", "smem_kib"), [(1, 68), (1000, 40)])
+@cases_of_few
+def test_how_few_rows_are_cut_does_not_show(
+    case: Case, num_blocks: int, smem_kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide and narrow tiles, from as few stages as there can be."""
+    x, weight, bias = operands(case)
+    expected = launch(peer_of(case), x, weight, bias)
+    monkeypatch.setattr("gkd.ops.linear._FEW_BLOCKS", num_blocks)
+    monkeypatch.setattr("gkd.ops.linear._FEW_SMEM_BYTES", smem_kib << 10)
+    for num_rows, order in zip(case.rows, itertools.cycle(ORDERS)):
+        assert np.array_equal(launch(case, x[:num_rows].copy(), weight, bias, order), expected[:num_rows])
 
 
 @pytest.mark.parametrize("in_features", [81, 500])

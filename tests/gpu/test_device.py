@@ -63,6 +63,17 @@ def test_staging_carries_more_than_a_piece(backend: CudaBackend) -> None:
     backend.call(carry)
 
 
+def test_a_device_that_was_begun_is_taken_once_and_given_back(device: Device) -> None:
+    backend = CudaBackend(device, DType.F16)
+    backend.begin()
+    begun = backend.call(lambda: backend._held)
+    assert begun is not None
+    backend.call(backend.acquire)
+    assert backend._held is begun
+    backend.stop()
+    assert backend._held is None
+
+
 def test_out_of_memory_is_no_fault(backend: CudaBackend) -> None:
     with pytest.raises(OutOfMemory, match="CUDA_ERROR_OUT_OF_MEMORY in cuMemAlloc"):
         backend.call(lambda: backend.empty((1 << 45,), DType.F32))

@@ -49,7 +49,7 @@ __device__ void multiply_columns(float* out, Operands& smem) {
             const T* chunk = smem.a + swizzle_128(row, step * 2 + i / 2);
             a[i] = *reinterpret_cast<const unsigned*>(chunk + threadIdx.x % 4 * 2);
         }
-        wgmma_registers(d, a, wgmma_descriptor(smem.c[0] + step * 16 * 64, sizeof smem.c[0]), step > 0);
+        wgmma(d, a, wgmma_descriptor(smem.c[0] + step * 16 * 64, sizeof smem.c[0]), step > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -94,7 +94,7 @@ extern "C" __global__ __launch_bounds__(128) void wgmma_products(
         unsigned long long a = wgmma_descriptor(first), b = wgmma_descriptor(smem.b + step * 16);
         if (test_case == NO_SWIZZLE) a &= ~(3ull << 62);
         if (test_case == BITS_LEFT) a |= 1ull << 14;
-        wgmma_m64n128k16(test_case == OTHER_ACCUMULATOR && is_one && step == 3 ? other : d, a, b, true);
+        wgmma(test_case == OTHER_ACCUMULATOR && is_one && step == 3 ? other : d, a, b, true);
         if (test_case == ONE_PENDING && step == 2) wgmma_commit();
     }
     if (test_case != NO_COMMIT) wgmma_commit();

@@ -1,0 +1,127 @@
+// What the attention kernels on mma.sync share: a block's tiles in shared memory, of BLOCK_Q queries or BLOCK_K keys or values
+// of Operand, and what a warp reads and writes of them.
+#pragma once
+#include "include/attention.cuh"
+#include "include/mma.cuh"
+#include "include/reduce.cuh"
+
+#if !defined(BLOCK_Q) || !defined(BLOCK_K) || !defined(NUM_THREADS) || !defined(MIN_BLOCKS) || !defined(SMEM_BYTES)
+#error "BLOCK_Q, BLOCK_K, NUM_THREADS, MIN_BLOCKS, SMEM_BYTES: set by gkd.ops.attention"
+#endif
+
+constexpr int NUM_STAGES = 2;
+constexpr int WARP_ROWS = BLOCK_Q / (NUM_THREADS / 32);
+// NOTE: each fragment of keys and values that is read from shared memory serves all of a warp's row tiles. With one tile
+// of 16 rows those reads alone would take longer than the products.
+constexpr int ROW_TILES = WARP_ROWS / 16;
+constexpr int KEY_TILES = BLOCK_K / 8;
+constexpr int DIM_TILES = HEAD_DIM / 8;
+constexpr int DIM_STEPS = HEAD_DIM / 16;
+// A tile's rows are cut into chunks of 16 bytes, what cp.async and ldmatrix move.
+constexpr int CHUNKS = HEAD_DIM / 8;
+static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128);
+static_assert(WARP_ROWS % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K % (NUM_THREADS / CHUNKS) == 0);
+
+// The element at which a chunk of a row begins. NOTE: the 8 rows that ldmatrix reads at once, at one chunk, must lie in
+// different 16-byte columns of the 128 bytes that shared memory delivers at a time: the row permutes the chunks.
+__device__ __forceinline__ int swizzle(int row, int chunk) {
+    constexpr int ROWS_PER_LINE = CHUNKS < 8 ? 8 / CHUNKS : 1;
+    constexpr int PERMUTED = CHUNKS < 8 ? CHUNKS : 8;
+    return row * HEAD_DIM + (chunk ^ (row / ROWS_PER_LINE % PERMUTED)) * 8;
+}
+
+// Where in a tile the row begins that a lane gives to ldmatrix, for the tile's first 16 rows and 16 dimensions. Of its four
+// 8 x 8 matrices the second lies below the first and the third right of it, for queries and for transposed values; for
+// keys, whose rows are the right operand's columns, the other way round. From there, 16 rows down are a sum, and chunks to
+// the right an exclusive or, because the permutation is one.
+__device__ __forceinline__ int lane_of_rows(int lane_idx) { return swizzle(lane_idx % 16, lane_idx / 16); }
+__device__ __forceinline__ int lane_of_keys(int lane_idx) {
+    return swizzle(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);
+}
+
+// Starts to copy ROWS rows, of which the first num_rows exist; the others, which are not read, become zeros.
+template <int ROWS>
+__device__ __forceinline__ void load_tile(Operand* smem_tile, const Operand* gmem_tile, int num_rows) {
+    int chunk = threadIdx.x % CHUNKS;
+#pragma unroll
+    for (int first = 0; first < ROWS; first += NUM_THREADS / CHUNKS) {
+        int row = first + threadIdx.x / CHUNKS;
+        const Operand* source = gmem_tile + static_cast<size_t>(row) * QKV_STRIDE + chunk * 8;
+        cp_async_16(smem_tile + swizzle(row, chunk), source, row < num_rows ? 16 : 0);
+    }
+}
+
+// 16 queries of the warp, dimensions step * 16 and on, as the left operand.
+__device__ __forceinline__ void load_query(unsigned (&fragment)[4], const Operand* smem_query, int row_tile, int step) {
+    ldmatrix_x4(fragment, smem_query + row_tile * 16 * HEAD_DIM + (lane_of_rows(threadIdx.x % 32) ^ step * 16));
+}
+
+// 16 keys, dimensions step * 16 and on, as the right operands of two products.
+__device__ __forceinline__ void load_keys(unsigned (&fragments)[4], const Operand* smem_key, int key_tile, int step) {
+    ldmatrix_x4(fragments, smem_key + key_tile * 8 * HEAD_DIM + (lane_of_keys(threadIdx.x % 32) ^ step * 16));
+}
+
+// 16 dimensions of the values of 16 keys, as the right operands of two products.
+__device__ __forceinline__ void load_values(unsigned (&fragments)[4], const Operand* smem_value, int key_tile, int dim_tile) {
+    int offset = lane_of_rows(threadIdx.x % 32) ^ dim_tile * 8;
+    ldmatrix_x4_trans(fragments, smem_value + key_tile * 8 * HEAD_DIM + offset);
+}
+
+// The scores of a block's keys that do not exist, of which there are some if the text ends in it.
+__device__ __forceinline__ void mask(float (&scores)[ROW_TILES][KEY_TILES][4], int first_key, int length) {
+    if (first_key + BLOCK_K <= length) return;
+    int lane_idx = threadIdx.x % 32;
+#pragma unroll
+    for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
+#pragma unroll
+        for (int key_tile = 0; key_tile < KEY_TILES; ++key_tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int key = first_key + key_tile * 8 + lane_idx % 4 * 2 + i % 2;
+                if (key >= length) scores[row_tile][key_tile][i] = NEGATIVE_INFINITY;
+            }
+        }
+    }
+}
+
+// Scores to weights, FACTOR * 2^(score * scale_log2 - maximum), of one of a lane's rows: elements [0, 2) or [2, 4) of its row
+// tile. running_max is of scaled scores; running_sum is the lane's own part, which the kernel completes at the end. What the
+// context before is to be multiplied by is returned.
+template <int FACTOR>
+__device__ __forceinline__ float weigh(
+    float (&scores)[KEY_TILES][4], int element, float& running_max, float& running_sum, float scale_log2) {
+    float block_max = NEGATIVE_INFINITY;
+#pragma unroll
+    for (int key_tile = 0; key_tile < KEY_TILES; ++key_tile) {
+        block_max = fmaxf(block_max, fmaxf(scores[key_tile][element], scores[key_tile][element + 1]));
+    }
+    float new_max = fmaxf(running_max, warp_max<4>(block_max) * scale_log2);
+    float correction = ex2_approx(running_max - new_max);
+    running_max = new_max;
+    float block_sum = 0.0f;
+#pragma unroll
+    for (int key_tile = 0; key_tile < KEY_TILES; ++key_tile) {
+#pragma unroll
+        for (int i = element; i < element + 2; ++i) {
+            scores[key_tile][i] = ex2_approx(fmaf(scores[key_tile][i], scale_log2, -new_max)) * FACTOR;
+            block_sum += scores[key_tile][i];
+        }
+    }
+    running_sum = fmaf(running_sum, correction, block_sum);
+    return correction;
+}
+
+// A warp's rows of a tile, of which those below num_rows exist, to rows STRIDE apart, in whole ones.
+template <int STRIDE>
+__device__ __forceinline__ void store_tile(Operand* gmem_tile, const Operand* smem_tile, int first_row, int num_rows) {
+    int lane_idx = threadIdx.x % 32, chunk = lane_idx % CHUNKS;
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+        int row = first_row + lane_idx / CHUNKS + i * (32 / CHUNKS);
+        if (row < num_rows) {
+            // NOTE: of a vector of 8 elements the compiler makes stores of 2 and 4 bytes.
+            uint4* destination = reinterpret_cast<uint4*>(gmem_tile + static_cast<size_t>(row) * STRIDE + chunk * 8);
+            *destination = *reinterpret_cast<const uint4*>(smem_tile + swizzle(row, chunk));
+        }
+    }
+}
