@@ -23,6 +23,8 @@ class Batch:
     """(num_tokens,)"""
     cu_seqlens: NDArray[np.int32]
     """(last - first + 1,), from 0 to num_tokens."""
+    num_prompt_tokens: int = 0
+    """First tokens of each text that take no part in the pooling, of which its last one always does."""
 
     @property
     def max_seqlen(self) -> int:
@@ -52,7 +54,12 @@ def _within(values: NDArray[Any], least: int, most: int) -> bool:
 
 
 def batches(
-    ids: NDArray[np.int32], offsets: NDArray[np.int64], config: ModelConfig, max_tokens: int, max_texts: int
+    ids: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    config: ModelConfig,
+    max_tokens: int,
+    max_texts: int,
+    num_prompt_tokens: int = 0,
 ) -> Iterator[Batch]:
     """Splits checked texts, in order, into forwards of at most `max_tokens` tokens and `max_texts` texts.
 
@@ -60,21 +67,28 @@ def batches(
     """
     num_texts = len(offsets) - 1
     if num_texts > 0 and offsets[-1] <= max_tokens and num_texts <= max_texts:
-        yield _batch(ids, offsets, config, 0, num_texts)
+        yield _batch(ids, offsets, config, 0, num_texts, num_prompt_tokens)
         return
     first = 0
     while first < num_texts:
         fitting = int(np.searchsorted(offsets, offsets[first] + max_tokens, side="right")) - 1
         last = max(first + 1, min(fitting, first + max_texts))
-        yield _batch(ids, offsets, config, first, last)
+        yield _batch(ids, offsets, config, first, last, num_prompt_tokens)
         first = last
 
 
-def _batch(ids: NDArray[np.int32], offsets: NDArray[np.int64], config: ModelConfig, first: int, last: int) -> Batch:
+def _batch(
+    ids: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    config: ModelConfig,
+    first: int,
+    last: int,
+    num_prompt_tokens: int,
+) -> Batch:
     start, end = offsets[first], offsets[last]
     input_ids = np.ascontiguousarray(ids[start:end], np.int32)
     cu_seqlens = (offsets[first : last + 1] - start).astype(np.int32)
-    return Batch(first, last, input_ids, position_ids(input_ids, cu_seqlens, config), cu_seqlens)
+    return Batch(first, last, input_ids, position_ids(input_ids, cu_seqlens, config), cu_seqlens, num_prompt_tokens)
 
 
 def position_ids(input_ids: NDArray[np.int32], cu_seqlens: NDArray[np.int32], config: ModelConfig) -> NDArray[np.int32]:

@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from embed.errors import ModelError
-from embed.models import FAMILIES, Family
+from embed.models import BLOCK_PLAN, FAMILIES, Family
 
 MAX_HEAD_DIM = 256
 
 # What the encoder computes; another value means another computation. An absent key means the only value there was
 # before the key existed.
 _REQUIRED_VALUES = {
-    "hidden_act": "gelu",
     "position_embedding_type": "absolute",
     "is_decoder": False,
     "add_cross_attention": False,
     "quantization_config": None,
 }
+
+# transformers' names of an activation. `gelu_python` is the same function, written out; every other gelu_* is not.
+_ACTIVATIONS = {"gelu": "gelu", "gelu_python": "gelu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +78,29 @@ def read_config(directory: Path) -> ModelConfig:
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"config.json: `model_type` is {model_type!r}, which is not supported; known: {known}")
-    config = {**family.defaults, **config}
+    _check_block_plan(family)
+    keys = _Keys(family, config)
     for key, required in _REQUIRED_VALUES.items():
         if config.get(key, required) != required:
             raise ModelError(f"config.json: `{key}` is {config[key]!r}, only {required!r} is supported")
+    keys.check_activation()
 
     result = ModelConfig(
         family=family,
-        hidden_size=_integer(config, "hidden_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
-        num_heads=_integer(config, "num_attention_heads"),
-        intermediate_size=_integer(config, "intermediate_size"),
-        vocab_size=_integer(config, "vocab_size"),
-        max_position_embeddings=_integer(config, "max_position_embeddings"),
-        type_vocab_size=_integer(config, "type_vocab_size"),
-        pad_token_id=_integer(config, "pad_token_id", minimum=0),
-        layer_norm_eps=_positive(config, "layer_norm_eps"),
+        hidden_size=keys.integer("hidden_size"),
+        num_layers=keys.integer("num_hidden_layers"),
+        num_heads=keys.integer("num_attention_heads"),
+        intermediate_size=keys.integer("intermediate_size"),
+        vocab_size=keys.integer("vocab_size"),
+        max_position_embeddings=keys.integer("max_position_embeddings"),
+        type_vocab_size=keys.integer("type_vocab_size"),
+        pad_token_id=keys.integer("pad_token_id", minimum=0),
+        layer_norm_eps=keys.positive("layer_norm_eps"),
     )
     if result.hidden_size % result.num_heads:
         raise ModelError(
-            f"config.json: `hidden_size` {result.hidden_size} is not a multiple of "
-            f"`num_attention_heads` {result.num_heads}"
+            f"config.json: `{keys.name('hidden_size')}` {result.hidden_size} is not a multiple of "
+            f"`{keys.name('num_attention_heads')}` {result.num_heads}"
         )
     if result.head_dim > MAX_HEAD_DIM:
         raise ModelError(f"config.json: head width {result.head_dim} is not supported; at most {MAX_HEAD_DIM}")
@@ -105,15 +109,48 @@ def read_config(directory: Path) -> ModelConfig:
     return result
 
 
-def _integer(config: dict[str, Any], key: str, minimum: int = 1) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ModelError(f"config.json: `{key}` is {value!r}, expected an integer of at least {minimum}")
-    return value
+class _Keys:
+    """The keys of one config.json, asked for by BERT's name and read, and shown, by the family's."""
+
+    def __init__(self, family: Family, config: dict[str, Any]) -> None:
+        self._family = family
+        self._config = {**family.defaults, **config, **family.fixed}
+        for key, own in family.keys.items():
+            # transformers takes some of these for the family's own key and passes over others.
+            if key in config and config[key] != self._config.get(own):
+                raise ModelError(
+                    f"config.json: `{key}` is {config[key]!r} and `{own}` is {self._config.get(own)!r}; "
+                    f"a {family.model_type} model has `{own}` alone"
+                )
+
+    def name(self, key: str) -> str:
+        return self._family.keys.get(key, key)
+
+    def integer(self, key: str, minimum: int = 1) -> int:
+        value = self._config.get(self.name(key))
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ModelError(f"config.json: `{self.name(key)}` is {value!r}, expected an integer of at least {minimum}")
+        return value
+
+    def positive(self, key: str) -> float:
+        value = self._config.get(self.name(key))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+            raise ModelError(f"config.json: `{self.name(key)}` is {value!r}, expected a number between 0 and 1")
+        return float(value)
+
+    def check_activation(self) -> None:
+        value = self._config.get(self.name("hidden_act"))
+        accepted = [name for name, activation in _ACTIVATIONS.items() if activation == self._family.activation]
+        if value not in accepted:
+            names = " and ".join(repr(name) for name in accepted)
+            raise ModelError(f"config.json: `{self.name('hidden_act')}` is {value!r}, only {names} are supported")
 
 
-def _positive(config: dict[str, Any], key: str) -> float:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise ModelError(f"config.json: `{key}` is {value!r}, expected a number between 0 and 1")
-    return float(value)
+def _check_block_plan(family: Family) -> None:
+    for name, implemented in BLOCK_PLAN.items():
+        value = getattr(family, name)
+        if value not in implemented:
+            raise ModelError(
+                f"config.json: a {family.model_type} model has `{name}` {value!r}, which is not implemented; "
+                f"known: {', '.join(implemented)}"
+            )

@@ -11,13 +11,23 @@ from numpy.typing import NDArray
 
 from embed.batch import Batch
 from embed.config import ModelConfig
-from embed.models import PoolMode
-from embed.pipeline import Pooling
+from embed.pipeline import DenseModule, Pooling, Step
 from embed.precision import Scales
 from gkd.backend import Backend
 from gkd.dtype import DType
-from gkd.ops import AddLayerNorm, Attention, EmbedLayerNorm, GatherRows, L2Normalize, Linear, MeanPool, Operator
+from gkd.ops import (
+    AddLayerNorm,
+    Attention,
+    Dense,
+    EmbedLayerNorm,
+    GatherRows,
+    L2Normalize,
+    Linear,
+    Operator,
+    Pool,
+)
 from gkd.ops.attention import attention_items, attention_work
+from gkd.ops.pool import PoolMode
 
 # Forwards of few tokens take less time than their launches: for each of these capacities one is recorded, and replayed
 # for what fits into it. Kernels read the true sizes on the device and compute no row that is not there.
@@ -35,18 +45,49 @@ class Operators:
         self.qkv = Linear(hidden, 3 * hidden)
         self.attention = Attention(config.num_heads, config.head_dim)
         self.attention_out = Linear(hidden, hidden, to_sum=True)
-        self.up = Linear(hidden, inner, "gelu")
+        self.up = Linear(hidden, inner, config.family.activation)
         self.down = Linear(inner, hidden, to_sum=True)
         self.add_norm = AddLayerNorm(hidden, config.layer_norm_eps)
         self.gather = GatherRows(hidden, dtype)
         self.gather_residual = GatherRows(hidden, dtype.accumulator)
-        self.mean_pool = MeanPool(hidden)
-        self.normalize = L2Normalize(hidden)
 
     def all(self) -> list[Operator]:
         """Every operator that a forward may run."""
         layer: list[Operator] = [self.qkv, self.attention, self.attention_out, self.up, self.down, self.add_norm]
-        return [self.embed, *layer, self.gather, self.gather_residual, self.mean_pool, self.normalize]
+        return [self.embed, *layer, self.gather, self.gather_residual]
+
+
+def head_widths(pooled_width: int, steps: tuple[Step, ...]) -> list[int]:
+    """Of a vector as it is pooled, and after each step."""
+    widths = [pooled_width]
+    for step in steps:
+        widths.append(step.out_features if isinstance(step, DenseModule) else widths[-1])
+    return widths
+
+
+class Head:
+    """The operators from the last layer's states to a text's vector."""
+
+    def __init__(self, hidden_size: int, modes: tuple[PoolMode, ...], steps: tuple[Step, ...]) -> None:
+        self.pools = [Pool(hidden_size, mode, len(modes), index) for index, mode in enumerate(modes)]
+        self.widths = head_widths(len(modes) * hidden_size, steps)
+        """Of a vector as it is pooled, and after each step."""
+        self.steps = [
+            Dense(step.in_features, step.out_features, step.activation)
+            if isinstance(step, DenseModule)
+            else L2Normalize(width)
+            for step, width in zip(steps, self.widths[1:], strict=True)
+        ]
+        self.normalize = L2Normalize(self.widths[-1])
+
+    def all(self) -> list[Operator]:
+        """Every operator that may run."""
+        return [*self.pools, *self.steps, self.normalize]
+
+
+def token_operators(out_features: int, in_features: int) -> tuple[Dense, L2Normalize]:
+    """Of a head of tokens, such as BGE-M3's: its layer, and what normalises vectors of more than a number."""
+    return Dense(in_features, out_features), L2Normalize(out_features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +109,7 @@ class Capacity:
     def inputs(self, backend: Backend, packed: Any) -> "Inputs":
         """What `pack` has packed, as tensors of a backend."""
         tokens, texts = (self.num_tokens,), self.num_texts
-        shapes = ((1,), (1,), (texts + 1,), tokens, tokens, (self.num_items, 3), (texts, 3))
+        shapes = ((1,), (1,), (texts + 1,), tokens, tokens, (self.num_items, 3), (texts, 3), (texts,))
         views = (backend.view(packed, shape, part.start) for shape, part in zip(shapes, _layout(self), strict=True))
         return Inputs(*views)
 
@@ -86,7 +127,10 @@ class Capacity:
         work = attention_work(cu_seqlens, self.block_q)
         parts.work[: work.size] = work.reshape(-1)
         parts.first_work[0 : 3 * num_texts : 3] = cu_seqlens[:-1]
-        parts.first_work[1 : 3 * num_texts : 3] = cu_seqlens[1:] - cu_seqlens[:-1]
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        parts.first_work[1 : 3 * num_texts : 3] = lengths
+        if batch.num_prompt_tokens:
+            parts.first_pooled[:num_texts] = np.minimum(batch.num_prompt_tokens, lengths - 1)
         return packed
 
 
@@ -103,13 +147,15 @@ class Inputs:
     """Of attention: every query of every text."""
     first_work: Any
     """Of attention: the first queries of every text."""
+    first_pooled: Any
+    """Place in each text of the first token that takes part in the pooling."""
 
 
 @lru_cache(maxsize=64)
 def _layout(capacity: Capacity) -> tuple[slice, ...]:
     """Where the inputs lie."""
     tokens, texts = capacity.num_tokens, capacity.num_texts
-    sizes = (1, 1, texts + 1, tokens, tokens, 3 * capacity.num_items, 3 * texts)
+    sizes = (1, 1, texts + 1, tokens, tokens, 3 * capacity.num_items, 3 * texts, texts)
     ends = list(accumulate(sizes))
     return tuple(slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
@@ -124,9 +170,15 @@ class Encoder:
         weights: Mapping[str, Any],
         max_tokens: int,
         max_texts: int,
+        num_modes: int = 1,
+        steps: tuple[Step, ...] = (),
+        heads: frozenset[str] = frozenset(),
         scales: Scales | None = None,
     ) -> None:
-        """`scales` are those of split operands."""
+        """Pooling may have up to `num_modes` modes, and `steps` come behind it.
+
+        `heads`, sparse and colbert, are those of tokens that there are weights for; `scales` are of split operands.
+        """
         self._backend = backend
         self._weights = weights
         self._layers = [
@@ -136,62 +188,104 @@ class Encoder:
         self.weights_bytes = sum(int(weight.nbytes) for weight in weights.values())
         """Size of the weights."""
         self._ops = Operators(config, backend.dtype)
+        self._steps = steps
+        self._heads: dict[tuple[PoolMode, ...], Head] = {}
         self._block_sizes = self._ops.attention.block_sizes(backend.dtype, backend.arch)
         block_q = self._block_sizes[0]
-        self._workspace = Workspace(
-            backend, config, Capacity(max_tokens, max_texts, max_texts + max_tokens // block_q, block_q), scales
-        )
+        widths = head_widths(num_modes * config.hidden_size, steps)
+        token_width = max((weights[f"{name}.weight"].shape[0] for name in heads), default=0)
+        largest = Capacity(max_tokens, max_texts, max_texts + max_tokens // block_q, block_q)
+        self._workspace = Workspace(backend, config, largest, widths, token_width, scales)
         self._capacities = [
             Capacity(tokens, texts, texts + tokens // block_q, block_q)
             for tokens in _RECORDED_TOKENS
             if tokens <= max_tokens and (texts := tokens // _RECORDED_TEXT_TOKENS) <= max_texts
         ]
-        self._recorded: dict[tuple[Capacity, PoolMode], Any] = {}
+        self._recorded: dict[tuple[Capacity, tuple[PoolMode, ...], bool], Any] = {}
+
+    @property
+    def colbert_dim(self) -> int:
+        """Width of a token's vector; there has to be a head for it."""
+        return int(self._weights["colbert.weight"].shape[0])
 
     @property
     def workspace_bytes(self) -> int:
         """Size of the scratch memory planned at load."""
         return self._workspace.num_bytes
 
-    def record(self, mode: PoolMode) -> None:
-        """Records the forwards of few tokens for a pooling mode, so that no request has to."""
+    def record(self, modes: tuple[PoolMode, ...]) -> None:
+        """Records the forwards of few tokens for pooling modes, so that no request has to."""
         for capacity in self._capacities:
-            self._record(capacity, mode)
+            self._record(capacity, modes, modes == ("cls",))
 
     def forward(self, out: NDArray[np.float32], batch: Batch, pooling: Pooling) -> None:
-        """Writes the vectors (num_texts, hidden_size) of one batch of at most the workspace's tokens and texts."""
+        """Writes the vectors (num_texts, width) of one batch of at most the workspace's tokens and texts."""
         backend, workspace = self._backend, self._workspace
         num_tokens, num_texts = len(batch.input_ids), len(batch.cu_seqlens) - 1
         fitting = (c for c in self._capacities if num_tokens <= c.num_tokens and num_texts <= c.num_texts)
         capacity = next(fitting, None)
-        recorded = self._record(capacity, pooling.mode) if capacity is not None else None
+        # The first token is all that is read, unless it is a prompt's that is left out.
+        only_first = pooling.modes == ("cls",) and batch.num_prompt_tokens == 0
+        recorded = self._record(capacity, pooling.modes, only_first) if capacity is not None else None
         if capacity is not None and recorded is not None:
             backend.upload(workspace.inputs, capacity.pack(batch))
             backend.replay(recorded)
         else:
-            block_q = next((size for size in self._block_sizes if size >= batch.max_seqlen), self._block_sizes[-1])
-            num_items = int(attention_items(batch.cu_seqlens, block_q).sum())
-            capacity = Capacity(num_tokens, num_texts, num_items, block_q)
-            self._queue(capacity, pooling.mode, backend.upload(workspace.inputs, capacity.pack(batch)))
-        vectors = workspace.normalized if pooling.normalize else workspace.pooled
-        backend.download(out, backend.view(vectors, out.shape))
+            self._queue_batch(batch, pooling, only_first)
+        self._download_vectors(out, pooling)
 
-    def _record(self, capacity: Capacity, mode: PoolMode) -> Any:
-        if (capacity, mode) not in self._recorded:
+    def forward_tokens(
+        self,
+        batch: Batch,
+        pooling: Pooling,
+        dense: NDArray[np.float32],
+        sparse: NDArray[np.float32] | None,
+        colbert: NDArray[np.float32] | None,
+    ) -> None:
+        """Writes from one forward the vectors (num_texts, width), and of each token what there is an array for:
 
-            def queue() -> None:
-                self._queue(capacity, mode, self._workspace.inputs)
+        sparse (num_tokens,), before the negative ones are cut off, and colbert (num_tokens, colbert_dim), normalized.
+        """
+        backend, run, workspace = self._backend, self._backend.run, self._workspace
+        num_tokens = len(batch.input_ids)
+        inputs = self._queue_batch(batch, pooling, only_first=False)
+        residual = workspace.states(num_tokens).residual
+        for name, out in (("sparse", sparse), ("colbert", colbert)):
+            if out is None:
+                continue
+            weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
+            layer, normalize = token_operators(*weight.shape)
+            of_tokens = backend.view(workspace.of_tokens, (num_tokens, weight.shape[0]))
+            run(layer, of_tokens, residual, weight, bias, inputs.num_tokens)
+            if name == "colbert":
+                run(normalize, of_tokens, of_tokens)
+            backend.download(out.reshape(num_tokens, -1), of_tokens)
+        self._download_vectors(dense, pooling)
 
-            self._recorded[capacity, mode] = self._backend.record(queue)
-        return self._recorded[capacity, mode]
+    def _queue_batch(self, batch: Batch, pooling: Pooling, only_first: bool) -> Inputs:
+        """A forward of just this batch's size."""
+        block_q = next((size for size in self._block_sizes if size >= batch.max_seqlen), self._block_sizes[-1])
+        num_items = int(attention_items(batch.cu_seqlens, block_q).sum())
+        capacity = Capacity(len(batch.input_ids), len(batch.cu_seqlens) - 1, num_items, block_q)
+        packed = self._backend.upload(self._workspace.inputs, capacity.pack(batch))
+        self._queue(capacity, pooling.modes, only_first, packed)
+        return capacity.inputs(self._backend, packed)
 
-    def _queue(self, capacity: Capacity, mode: PoolMode, packed: Any) -> None:
+    def _download_vectors(self, out: NDArray[np.float32], pooling: Pooling) -> None:
+        vectors = self._workspace.normalized if pooling.normalize else self._workspace.vectors[-1]
+        self._backend.download(out, self._backend.view(vectors, out.shape))
+
+    def _record(self, capacity: Capacity, modes: tuple[PoolMode, ...], only_first: bool) -> Any:
+        key = (capacity, modes, only_first)
+        if key not in self._recorded:
+            self._recorded[key] = self._backend.record(lambda: self._queue(*key, self._workspace.inputs))
+        return self._recorded[key]
+
+    def _queue(self, capacity: Capacity, modes: tuple[PoolMode, ...], only_first: bool, packed: Any) -> None:
         """A forward of at most this many tokens and texts: vectors and normalized vectors, in the workspace."""
-        ops, run, view, workspace = self._ops, self._backend.run, self._backend.view, self._workspace
+        ops, run, workspace = self._ops, self._backend.run, self._workspace
         inputs = capacity.inputs(self._backend, packed)
         states = workspace.states(capacity.num_tokens)
-        shape = (capacity.num_texts, ops.normalize.hidden_size)
-        pooled, normalized = view(workspace.pooled, shape), view(workspace.normalized, shape)
         tables = (self._weights[name] for name in ("word", "position", "token_type"))
         norm = (self._weights["embeddings_gamma"], self._weights["embeddings_beta"])
         num_tokens = inputs.num_tokens
@@ -210,7 +304,7 @@ class Encoder:
         for w in layers:
             self._attend(states, w, inputs.work, capacity.block_q, num_tokens)
             self._feed_forward(states, w, num_tokens)
-        if mode == "cls":
+        if only_first:
             # Of the last layer only the first token's states are read: nothing else is computed.
             self._attend(states, last, inputs.first_work, self._block_sizes[0], num_tokens)
             firsts = workspace.first_states(capacity.num_texts)
@@ -220,8 +314,29 @@ class Encoder:
         else:
             self._attend(states, last, inputs.work, capacity.block_q, num_tokens)
             self._feed_forward(states, last, num_tokens)
-            run(ops.mean_pool, pooled, states.residual, inputs.cu_seqlens)
-        run(ops.normalize, normalized, pooled)
+        self._finish(capacity.num_texts, modes, only_first, states, inputs)
+
+    def _finish(
+        self, num_texts: int, modes: tuple[PoolMode, ...], only_first: bool, states: "States", inputs: Inputs
+    ) -> None:
+        """From the last layer's states, or from first tokens that lie where vectors are pooled to, to vectors."""
+        if modes not in self._heads:
+            self._heads[modes] = Head(self._ops.embed.hidden_size, modes, self._steps)
+        head, run, view, workspace = self._heads[modes], self._backend.run, self._backend.view, self._workspace
+        buffers = zip(workspace.vectors, head.widths, strict=True)
+        vectors = [view(buffer, (num_texts, width)) for buffer, width in buffers]
+        if not only_first:
+            for op in head.pools:
+                run(op, vectors[0], states.residual, inputs.cu_seqlens, inputs.first_pooled)
+        num_dense = 0
+        for step, x, out in zip(head.steps, vectors[:-1], vectors[1:], strict=True):
+            if isinstance(step, Dense):
+                weight, bias = (self._weights[f"dense.{num_dense}.{name}"] for name in ("weight", "bias"))
+                run(step, out, x, weight, bias, inputs.num_texts)
+                num_dense += 1
+            else:
+                run(step, out, x)
+        run(head.normalize, view(workspace.normalized, (num_texts, head.widths[-1])), vectors[-1])
 
     def _attend(self, states: "States", w: Mapping[str, Any], work: Any, block_q: int, num_rows: Any) -> None:
         ops, run = self._ops, self._backend.run
@@ -261,7 +376,16 @@ class States:
 class Workspace:
     """Scratch memory of a forward, planned at load for the largest one; smaller ones use the head of each buffer."""
 
-    def __init__(self, backend: Backend, config: ModelConfig, capacity: Capacity, scales: Scales | None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: ModelConfig,
+        capacity: Capacity,
+        widths: list[int],
+        token_width: int,
+        scales: Scales | None,
+    ) -> None:
+        """`widths` are those of a vector as it is pooled, and after each step; `token_width` of what a head gives."""
         self._scales = scales
         self._view, self._width, self._inner_width = backend.view, config.hidden_size, config.intermediate_size
         self.num_bytes = 0
@@ -279,7 +403,9 @@ class Workspace:
         # qkv and the feed-forward half's inner states never live at the same time.
         self._wide = buffer(capacity.num_tokens * max(3 * self._width, self._inner_width), dtype)
         self.inputs = buffer(capacity.num_elements, DType.I32)
-        self.pooled, self.normalized = (buffer(capacity.num_texts * self._width, DType.F32) for _ in range(2))
+        self.vectors = [buffer(capacity.num_texts * width, DType.F32) for width in widths]
+        self.normalized = buffer(capacity.num_texts * widths[-1], DType.F32)
+        self.of_tokens = buffer(capacity.num_tokens * token_width, DType.F32) if token_width else None
 
     def states(self, num_tokens: int) -> States:
         """Those of a forward of this many tokens."""
@@ -302,7 +428,7 @@ class Workspace:
         where all tokens' context was; so the residual is gathered first, and then the context.
         """
         shape = (num_texts, self._width)
-        pooled = self._view(self.pooled, shape)
+        pooled = self._view(self.vectors[0], shape)
         hidden, context, inner = self._operands(self._context, self._hidden, num_texts)
         return States(
             hidden=pooled if self._residual is self._hidden else hidden,

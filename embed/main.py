@@ -1,4 +1,5 @@
-"""The command line: `embed text` prints vectors, `embed serve` answers over HTTP.
+"""The command line: `embed text` prints vectors, `embed serve` answers over HTTP, `embed verify` compares vectors with
+recorded ones, `embed doctor` says what there is to compute with.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a failure, in one line that
 says what to do, 2 a command line that cannot be understood.
@@ -20,11 +21,14 @@ import orjson
 from tqdm import tqdm
 
 from embed.errors import EmbedError, ModelError, RequestError
+from embed.lexical import OUTPUTS, Embeddings
 from embed.model import EM_BATCH_MAX, Embed
-from embed.models import POOL_MODES
 from gkd.errors import GkdError
+from gkd.ops.pool import POOL_MODES
 
 DEFAULT_HOST = "127.0.0.1"
+# Keys of sparse vectors are numbers.
+_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 DEFAULT_PORT = 8000
 
 
@@ -52,10 +56,12 @@ def main(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="embed: %(message)s", stream=sys.stderr)
-    command: Callable[[argparse.Namespace], None] = arguments.command
+    logging.basicConfig(format="embed: %(message)s", stream=sys.stderr)
+    for package in ("embed", "gkd", "serve"):  # of others' packages warnings: a hub's client tells of each request
+        logging.getLogger(package).setLevel(logging.INFO)
+    command: Callable[[argparse.Namespace], int | None] = arguments.command
     try:
-        command(arguments)
+        return command(arguments) or 0
     except (ModelError, GkdError) as error:
         return _fail(f"{arguments.model}: {error}")
     except (EmbedError, CommandError) as error:
@@ -66,7 +72,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _fail(message: str) -> int:
@@ -76,7 +81,11 @@ def _fail(message: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     model = argparse.ArgumentParser(add_help=False)
-    model.add_argument("model", help="a model directory, or the name of an installed model package: minilm")
+    model.add_argument(
+        "model",
+        help="a model directory, the name of an installed model package: minilm, or org/name[@revision] on a model hub",
+    )
+    model.add_argument("--refresh", action="store_true", help="ask the model hub whether there is a newer version")
     model.add_argument(
         "--maxseq", type=_positive_int, metavar="N", help="most tokens of a text; longer ones keep their head"
     )
@@ -93,6 +102,15 @@ def _parser() -> argparse.ArgumentParser:
     text = commands.add_parser("text", parents=[model], allow_abbrev=False, help="print the vector of each text")
     text.add_argument(
         "texts", nargs="+", metavar="text", help="a text; a single - reads one text a line from standard input"
+    )
+    prompt = text.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt-name", metavar="NAME", help="the model's prompt of that name before each text")
+    prompt.add_argument("--prompt", metavar="TEXT", help="this before each text, instead of the model's default prompt")
+    text.add_argument(
+        "--outputs",
+        type=_outputs,
+        metavar="LIST",
+        help="some of dense,sparse,colbert, where the model has heads for them; a JSON object a line",
     )
     text.add_argument("--json", action="store_true", help="a JSON object a line instead of comma-separated numbers")
     text.set_defaults(command=_text)
@@ -116,7 +134,28 @@ def _parser() -> argparse.ArgumentParser:
         help="give the device back after S idle seconds; 0, the default, keeps it",
     )
     serve.set_defaults(command=_serve)
+
+    verify = commands.add_parser(
+        "verify", parents=[model], allow_abbrev=False, help="compare the vectors of a corpus with recorded ones"
+    )
+    verify.add_argument(
+        "--reference", type=Path, metavar="FILE", help="the recorded vectors; by default the model's in the user's data"
+    )
+    verify.add_argument("--record", action="store_true", help="write the reference instead of comparing with it")
+    verify.set_defaults(command=_verify)
+
+    doctor = commands.add_parser("doctor", allow_abbrev=False, help="say what there is to compute with")
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _outputs(value: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in value.split(","))
+    for name in names:
+        if name not in OUTPUTS:
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(OUTPUTS)}, got {value}")
+    return names
 
 
 def _positive_int(value: str) -> int:
@@ -168,13 +207,14 @@ def _open(arguments: argparse.Namespace) -> Embed:
             pool=arguments.pool,
             normalize=False if arguments.no_normalize else None,
             maxseq=arguments.maxseq,
+            refresh=arguments.refresh,
             progress=show,
         )
     load_s = time.perf_counter() - start_s
     pooling = engine.pooling
     _note(
         f"{engine.name}: {engine.family}, {engine.num_layers} layers, {engine.dim} wide, "
-        f"{pooling.mode} pooling{' (assumed)' if engine.pooling_assumed else ''}, "
+        f"{'+'.join(pooling.modes)} pooling{' (assumed)' if engine.pooling_assumed else ''}, "
         f"{'normalized' if pooling.normalize else 'not normalized'}, at most {engine.maxseq} tokens"
     )
     _note(
@@ -183,7 +223,7 @@ def _open(arguments: argparse.Namespace) -> Embed:
         f"loaded in {load_s:.2f} s"
     )
     if engine.pooling_assumed:
-        _note(f"modules.json: not found; {pooling.mode} pooling is assumed, --pool says otherwise")
+        _note(f"modules.json: not found; {'+'.join(pooling.modes)} pooling is assumed, --pool says otherwise")
     if arguments.maxseq is not None and engine.maxseq < arguments.maxseq:
         _note(f"--maxseq {arguments.maxseq}: clamped to {engine.maxseq}, the model's position table")
     return engine
@@ -206,12 +246,24 @@ def _text(arguments: argparse.Namespace) -> None:
     with _open(arguments) as engine:
         texts: Iterable[str] = _lines() if arguments.texts == ["-"] else arguments.texts
         for chunk in _chunks(texts):
-            for text, vector in zip(chunk, engine.encode(chunk), strict=True):
+            prompt = {"prompt_name": arguments.prompt_name, "prompt": arguments.prompt}
+            if arguments.outputs is not None:
+                _print_outputs(chunk, engine.encode(chunk, outputs=arguments.outputs, **prompt))
+                continue
+            vectors = engine.encode(chunk, **prompt)
+            for text, vector in zip(chunk, vectors, strict=True):
                 # orjson writes the shortest digits that read back as the same float32.
                 row = orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY)
                 line = b'{"text":%b,"embedding":%b}' % (orjson.dumps(text), row) if arguments.json else row[1:-1]
                 sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _print_outputs(texts: list[str], embeddings: Embeddings) -> None:
+    named = {"dense": embeddings.dense, "sparse": embeddings.sparse, "colbert": embeddings.colbert}
+    for index, text in enumerate(texts):
+        line = {"text": text} | {name: of_texts[index] for name, of_texts in named.items() if of_texts is not None}
+        sys.stdout.buffer.write(orjson.dumps(line, option=_JSON_OPTIONS) + b"\n")
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -253,6 +305,41 @@ def _serve(arguments: argparse.Namespace) -> None:
             serve(create_app(engine, engine, config), address.host, address.port, on_listening=announce)
         except OSError as error:
             raise CommandError(f"--addr {address.host}:{address.port}: cannot listen: {error.strerror}") from None
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    # Not at the top: no other command needs it.
+    from embed import verify
+
+    corpus = verify.read_corpus()
+    with _open(arguments) as engine:
+        path: Path = arguments.reference or verify.default_path(engine.name)
+        if arguments.record:
+            reference = verify.record_reference(engine, corpus)
+            verify.write_reference(path, reference)
+            _print([f"{path}: {len(corpus)} texts, {reference.origin.describe()}"])
+            return 0
+        reference = verify.read_reference(path)
+        verify.check_comparable(reference, path, engine, corpus)
+        _note(f"reference {path}: {reference.origin.describe()}")
+        verdict = verify.compare(verify.embed_corpus(engine, corpus), engine.dtype, reference, corpus)
+    _print(verdict.lines())
+    return 0 if verdict.passed else 1
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    # Not at the top: no other command needs it.
+    from embed.doctor import diagnose
+
+    diagnosis = diagnose()
+    _print([orjson.dumps(diagnosis.as_json()).decode()] if arguments.json else diagnosis.lines())
+    return 0 if diagnosis.ok else 1
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Writes lines in UTF-8 whatever the locale is, and at once: a reader that has gone is noticed here."""
+    sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+    sys.stdout.buffer.flush()
 
 
 def _read_token(arguments: argparse.Namespace) -> str | None:

@@ -2,9 +2,10 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Self, overload
 
@@ -12,19 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embed.batch import batches, check_ids
-from embed.encoder import Encoder, Operators
+from embed.checkpoint import Checkpoint, weights_path
+from embed.dense import load_dense, plan_dense, plan_head
+from embed.encoder import Encoder, Head, Operators, token_operators
 from embed.errors import ClosedError, ModelError, NonFiniteError, RequestError
 from embed.hub import resolve
-from embed.models import POOL_MODES, PoolMode
-from embed.pipeline import Pipeline, Pooling, read_pipeline
+from embed.lexical import OUTPUTS, Embeddings, Output, lexical_weights
+from embed.pipeline import DenseModule, Pipeline, Pooling, Similarity, read_pipeline
 from embed.precision import split_scales, takes_split
 from embed.tokenizer import Tokenizer
-from embed.weights import FILE_NAME, Checkpoint, load_weights, plan_weights
+from embed.weights import load_weights, plan_weights
 from gkd import driver
 from gkd.backend import Backend
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
+from gkd.env import read_env
 from gkd.errors import CompileError, DeviceError, DriverError, OutOfMemory
+from gkd.ops.pool import POOL_MODES, PoolMode
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +68,32 @@ class Embed:
         pool: PoolMode | None = None,
         normalize: bool | None = None,
         maxseq: int | None = None,
+        refresh: bool = False,
         progress: Progress | None = None,
     ) -> Self:
-        """Loads a model directory, or the model package of that name.
+        """Loads a model directory, the model package of that name, or `org/name[@revision]` from a model hub.
 
+        A reference is downloaded at its first use, with a progress bar on a terminal; after that no network is touched
+        unless `refresh` asks for a newer version.
         `gpu` is a CUDA ordinal, or -1 for the best device there is. `pool`, `normalize` and `maxseq` overrule the
         model's files, `maxseq` within the position table. Raises ModelError (WeightsError, TokenizerError) naming
         the file and what is wrong in it, DeviceError for a device or precision that cannot be had.
         """
         _check_pool_mode(pool)
-        resolved = resolve(model)
         precision = _precision(dtype)
         backend_of = _choose_backend(gpu, precision)
+        resolved = resolve(model, refresh)  # after what can be refused without a download
         pipeline = read_pipeline(resolved.directory, pool, normalize)
         backend = backend_of(precision)
         try:
             backend.begin()  # while the tokenizer is read
-            engine = _Engine(resolved.name, backend, backend_of, pipeline, Tokenizer(pipeline.directory))
+            engine = _Engine(
+                resolved.name,
+                backend,
+                backend_of,
+                pipeline,
+                Tokenizer(pipeline.directory, lowercase=pipeline.lowercase),
+            )
             if maxseq is not None:
                 engine.set_maxseq(maxseq)
             engine.reload(progress)
@@ -112,7 +126,7 @@ class Embed:
 
     @property
     def name(self) -> str:
-        """The model's name: the last part of its directory, or the package name it was opened by."""
+        """The model's name: the last part of its directory, or the package or `org/name` it was opened by."""
         return self._open_engine.name
 
     @property
@@ -127,8 +141,8 @@ class Embed:
 
     @property
     def dim(self) -> int:
-        """Width of a vector."""
-        return self._open_engine.pipeline.config.hidden_size
+        """Elements of a vector."""
+        return self._open_engine.dim
 
     @property
     def maxseq(self) -> int:
@@ -137,13 +151,28 @@ class Embed:
 
     @property
     def pooling(self) -> Pooling:
-        """Pooling mode, and whether vectors are normalised where a call does not say."""
+        """Pooling modes, and whether vectors are normalised where a call does not say."""
         return self._open_engine.pooling
 
     @property
     def pooling_assumed(self) -> bool:
         """The pooling is a convention of the family: neither the model's files nor the caller set it."""
         return self._open_engine.pipeline.assumed
+
+    @property
+    def prompts(self) -> Mapping[str, str]:
+        """Texts that the model's authors put before a text, by name."""
+        return self._open_engine.pipeline.prompts.texts
+
+    @property
+    def default_prompt_name(self) -> str | None:
+        """Name of the prompt that a text gets where the caller says nothing."""
+        return self._open_engine.pipeline.prompts.default
+
+    @property
+    def similarity(self) -> Similarity:
+        """How the model's authors compare vectors; `embed.similarity` computes it."""
+        return self._open_engine.pipeline.similarity
 
     @property
     def ok(self) -> bool:
@@ -201,9 +230,14 @@ class Embed:
         return self._open_engine.workspace_bytes
 
     def set_pooling(self, mode: PoolMode, normalize: bool) -> None:
-        """Pooling of all calls that begin from now on; a forward that is running is not touched."""
+        """Pooling of all calls that begin from now on; a forward that is running is not touched.
+
+        Raises ModelError for a mode that is not known, or that what comes behind the pooling does not take.
+        """
         _check_pool_mode(mode)
-        self._open_engine.pooling = Pooling(mode, normalize)
+        engine = self._open_engine
+        engine.pipeline.dim((mode,))
+        engine.pooling = Pooling((mode,), normalize)
 
     def set_maxseq(self, maxseq: int) -> int:
         """Most tokens of one text from now on, clamped to the position table; returns what it became."""
@@ -214,27 +248,75 @@ class Embed:
         ids, _ = self.tokenize_batch([text])
         return [int(token) for token in ids]
 
-    def tokenize_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Packed token ids (num_tokens,) and where each text lies in them (num_texts + 1,).
+    def tokenize_batch(
+        self, texts: Sequence[str], prompt: str | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Packed token ids (num_tokens,) and where each text lies in them (num_texts + 1,), `prompt` before each.
 
-        Works while unloaded. Raises RequestError naming the item that is no text.
+        `prompt` None is the model's default one. Works while unloaded. Raises RequestError naming the item that is no
+        text.
         """
         engine = self._open_engine
-        return engine.tokenizer.encode_batch(texts, engine.maxseq)
+        prompt = engine.default_prompt if prompt is None else prompt
+        return engine.tokenizer.encode_batch(texts, engine.maxseq, prompt)
 
     @overload
-    def encode(self, texts: str, normalize: bool | None = None) -> NDArray[np.float32]: ...
+    def encode(
+        self,
+        texts: str,
+        normalize: bool | None = None,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        outputs: None = None,
+    ) -> NDArray[np.float32]: ...
     @overload
-    def encode(self, texts: Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]: ...
-    def encode(self, texts: str | Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]:
+    def encode(
+        self,
+        texts: Sequence[str],
+        normalize: bool | None = None,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        outputs: None = None,
+    ) -> NDArray[np.float32]: ...
+    @overload
+    def encode(
+        self,
+        texts: str | Sequence[str],
+        normalize: bool | None = None,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        outputs: Collection[Output],
+    ) -> Embeddings: ...
+    def encode(
+        self,
+        texts: str | Sequence[str],
+        normalize: bool | None = None,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        outputs: Collection[Output] | None = None,
+    ) -> NDArray[np.float32] | Embeddings:
         """Vectors (num_texts, dim) of a list of texts, or the vector (dim,) of one string.
 
-        `normalize` None is the engine's setting. In f16 and bf16, a text whose vector is not finite is computed again
-        in f32, which other texts' vectors do not show. Raises RequestError, NonFiniteError, ClosedError.
+        `normalize` None is the engine's setting. `prompt` stands before each text; `prompt_name` is that of one of the
+        model's; with neither it is the model's default one, and "" is none. With `outputs`, some of dense, sparse and
+        colbert, all of them come from one forward, as lists even of one string. In f16 and bf16, a text whose vector is
+        not finite is computed again in f32, which other texts' vectors do not show. Raises RequestError, also for an
+        output that the model has no head for, NonFiniteError, ClosedError.
         """
-        if isinstance(texts, str):
-            return self.encode_ids(*self.tokenize_batch([texts]), normalize=normalize).reshape(self.dim)
-        return self.encode_ids(*self.tokenize_batch(texts), normalize=normalize)
+        engine = self._open_engine
+        if prompt is None:
+            prompt = engine.prompt_of(prompt_name)
+        batch = [texts] if isinstance(texts, str) else texts
+        ids, offsets = self.tokenize_batch(batch, prompt)
+        count = engine.count_prompt_tokens(prompt)
+        if outputs is not None:
+            return engine.encode_outputs(ids, offsets, normalize, count, frozenset(outputs))
+        vectors = self.encode_ids(ids, offsets, normalize=normalize, num_prompt_tokens=count)
+        return vectors.reshape(self.dim) if isinstance(texts, str) else vectors
 
     def encode_ids(
         self,
@@ -242,14 +324,18 @@ class Embed:
         offsets: NDArray[np.int64],
         out: NDArray[np.float32] | None = None,
         normalize: bool | None = None,
+        num_prompt_tokens: int | None = None,
     ) -> NDArray[np.float32]:
         """Vectors of packed token ids, taken as they are.
+
+        The first `num_prompt_tokens` of each text take no part in the pooling; None: as many as `tokenize_batch` gives
+        for the model's default prompt, if its authors leave that out.
 
         Shapes:  ids (num_tokens,), offsets (num_texts + 1,) from 0 to num_tokens; out (num_texts, dim), made if None.
         Errors:  RequestError for ids out of range, an empty or overlong text, an `out` that does not fit;
                  NonFiniteError; ClosedError.
         """
-        return self._open_engine.encode_ids(ids, offsets, out, normalize)
+        return self._open_engine.encode_ids(ids, offsets, out, normalize, num_prompt_tokens)
 
     def unload(self) -> None:
         """Gives weights, workspace and device back; settings and tokenizer stay. Idempotent."""
@@ -281,8 +367,9 @@ def _choose_backend(gpu: int, precision: DType) -> BackendOf:
         from gkd.device import choose_device
 
         return partial(CudaBackend, choose_device(gpu))
-    if gpu != -1:
-        raise DeviceError(f"gpu {gpu} cannot be used: {reason}")
+    named = gpu if gpu != -1 else read_env().gpu_device
+    if named is not None:
+        raise DeviceError(f"gpu {named} cannot be used: {reason}")
     if precision is not DType.F32:
         raise DeviceError(f"dtype {precision.value} cannot be used: the CPU backend computes in f32, and {reason}")
     return lambda _: CpuBackend()
@@ -361,6 +448,31 @@ class _Engine:
             self.unload()
             self.backend.stop()
 
+    @property
+    def dim(self) -> int:
+        dim = self.pipeline.dim(self.pooling.modes)
+        return dim if self.pipeline.truncate_dim is None else min(self.pipeline.truncate_dim, dim)
+
+    @property
+    def default_prompt(self) -> str:
+        return self.prompt_of(None)
+
+    def prompt_of(self, name: str | None) -> str:
+        prompts = self.pipeline.prompts
+        name = prompts.default if name is None else name
+        if name is None:
+            return ""
+        if name not in prompts.texts:
+            raise RequestError(f"prompt_name {name!r}: known prompts: {', '.join(prompts.texts) or 'none'}")
+        return prompts.texts[name]
+
+    def count_prompt_tokens(self, prompt: str) -> int:
+        """Of a prompt that is to take no part in the pooling: its tokens and the special one before them."""
+        if self.pipeline.prompts.pooled or not prompt:
+            return 0
+        ids, _ = self.tokenizer.encode_batch([prompt], self.maxseq)
+        return len(ids) - 1
+
     def set_maxseq(self, maxseq: int) -> int:
         if maxseq < self.tokenizer.min_tokens:
             raise ModelError(f"maxseq {maxseq}: expected at least {self.tokenizer.min_tokens}, the special tokens")
@@ -373,43 +485,110 @@ class _Engine:
         offsets: NDArray[np.int64],
         out: NDArray[np.float32] | None,
         normalize: bool | None,
+        num_prompt_tokens: int | None,
     ) -> NDArray[np.float32]:
-        config = self.pipeline.config
-        check_ids(ids, offsets, config)
-        shape = (len(offsets) - 1, config.hidden_size)
+        check_ids(ids, offsets, self.pipeline.config)
+        if num_prompt_tokens is None:
+            num_prompt_tokens = self.count_prompt_tokens(self.default_prompt)
+        pooling = self.pooling
+        if normalize is not None:
+            pooling = Pooling(pooling.modes, normalize)
+        shape = (len(offsets) - 1, self.dim)
         if out is None:
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise RequestError(
                 f"out: expected a contiguous float32 array of shape {shape}, got {out.dtype} {out.shape}"
             )
-        vectors = out
+        whole_dim = self.pipeline.dim(pooling.modes)
+        vectors = out if whole_dim == self.dim else np.empty((len(out), whole_dim), np.float32)
 
         def forward() -> None:
-            pooling = self.pooling
-            if normalize is not None:
-                pooling = Pooling(pooling.mode, normalize)
             try:
-                self._forward(vectors, ids, offsets, pooling)
-                self._recompute(vectors, ids, offsets, pooling)
+                self._forward(vectors, ids, offsets, pooling, num_prompt_tokens)
+                self._recompute(vectors, ids, offsets, pooling, num_prompt_tokens)
             except DriverError as error:
                 self._drop_exact(error)
                 raise
 
         self.backend.call(forward)
+        if vectors is not out:
+            out[:] = self._cut(vectors, normalize)
         return out
 
+    def _cut(self, vectors: NDArray[np.float32], normalize: bool | None) -> NDArray[np.float32]:
+        """The elements that the model's authors keep; normalized again only where that was asked for, and not because
+        the model does it before."""
+        vectors = vectors[:, : self.dim]
+        if normalize:
+            return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12)))
+        return vectors
+
+    def encode_outputs(
+        self,
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        normalize: bool | None,
+        num_prompt_tokens: int,
+        outputs: frozenset[Output],
+    ) -> Embeddings:
+        for name in sorted(outputs - {"dense"}):
+            if name not in OUTPUTS:
+                raise RequestError(f"outputs: {name!r} is not one of {', '.join(OUTPUTS)}")
+            if name not in self.pipeline.heads:
+                raise RequestError(f"outputs: the model has no {name} head: no {name}_linear.pt in its directory")
+        check_ids(ids, offsets, self.pipeline.config)
+        pooling = self.pooling
+        if normalize is not None:
+            pooling = Pooling(pooling.modes, normalize)
+        config, num_texts = self.pipeline.config, len(offsets) - 1
+        dense = np.empty((num_texts, self.pipeline.dim(pooling.modes)), np.float32)
+        sparse: list[dict[int, float]] | None = [] if "sparse" in outputs else None
+        colbert: list[NDArray[np.float32]] | None = [] if "colbert" in outputs else None
+
+        def forward() -> None:
+            encoder = self._encoder
+            if encoder is None or self.backend.faulted:
+                raise ClosedError("the weights are unloaded: reload() brings them back")
+            for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX, num_prompt_tokens):
+                num_tokens = len(batch.input_ids)
+                weights = np.empty(num_tokens, np.float32) if sparse is not None else None
+                of_tokens = np.empty((num_tokens, encoder.colbert_dim), np.float32) if colbert is not None else None
+                encoder.forward_tokens(batch, pooling, dense[batch.first : batch.last], weights, of_tokens)
+                for text, (start, end) in enumerate(pairwise(batch.cu_seqlens.tolist()), batch.first):
+                    parts = [part[start:end] for part in (weights, of_tokens) if part is not None]
+                    if not all(np.isfinite(part).all() for part in (dense[text], *parts)):
+                        raise NonFiniteError(f"texts[{text}]: the model gives a number that is not finite")
+                    if sparse is not None and weights is not None:
+                        token_ids, left_out = batch.input_ids[start:end], self.tokenizer.special_ids
+                        sparse.append(lexical_weights(token_ids, weights[start:end], left_out))
+                    if colbert is not None and of_tokens is not None:
+                        colbert.append(of_tokens[start + 1 : end].copy())
+
+        self.backend.call(forward)
+        return Embeddings(self._cut(dense, normalize) if "dense" in outputs else None, sparse, colbert)
+
     def _forward(
-        self, out: NDArray[np.float32], ids: NDArray[np.int32], offsets: NDArray[np.int64], pooling: Pooling
+        self,
+        out: NDArray[np.float32],
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        pooling: Pooling,
+        num_prompt_tokens: int,
     ) -> None:
-        encoder = self._encoder
+        encoder, config = self._encoder, self.pipeline.config
         if encoder is None or self.backend.faulted:
             raise ClosedError("the weights are unloaded: reload() brings them back")
-        for batch in batches(ids, offsets, self.pipeline.config, self._max_tokens, EM_BATCH_MAX):
+        for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX, num_prompt_tokens):
             encoder.forward(out[batch.first : batch.last], batch, pooling)
 
     def _recompute(
-        self, out: NDArray[np.float32], ids: NDArray[np.int32], offsets: NDArray[np.int64], pooling: Pooling
+        self,
+        out: NDArray[np.float32],
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        pooling: Pooling,
+        num_prompt_tokens: int,
     ) -> None:
         """Computes every vector that is not finite again in f32, each text alone; NonFiniteError where that fails."""
         finite = np.isfinite(out)
@@ -424,7 +603,8 @@ class _Engine:
             except (ModelError, CompileError, OutOfMemory) as error:
                 raise NonFiniteError(f"{problem} in {precision}, and cannot be loaded in f32: {error}") from error
             row, start, end = out[text : text + 1], offsets[text], offsets[text + 1]
-            exact.backend.call(partial(exact._forward, row, ids[start:end], np.array([0, end - start]), pooling))
+            alone = (row, ids[start:end], np.array([0, end - start]), pooling, num_prompt_tokens)
+            exact.backend.call(partial(exact._forward, *alone))
             if not np.isfinite(row).all():
                 raise NonFiniteError(f"{problem}, neither in {precision} nor in f32")
             self.recomputed += 1
@@ -478,9 +658,15 @@ class _Engine:
         if self.loaded:
             return
         config = self.pipeline.config
-        checkpoint = Checkpoint(self.pipeline.directory / FILE_NAME, keep=self.backend.keeps_mapping)
-        plan = plan_weights(config, checkpoint.tensors)
-        total = sum(source.end - source.start for weight in plan for source in weight.sources)
+        checkpoint = Checkpoint(weights_path(self.pipeline.directory), keep=self.backend.keeps_mapping)
+        plan = plan_weights(config, checkpoint)
+        dense = {
+            f"dense.{index}": plan_dense(module.directory, module.in_features, module.out_features, module.bias)
+            for index, module in enumerate(step for step in self.pipeline.steps if isinstance(step, DenseModule))
+        }
+        heads = {name: plan_head(file, config.hidden_size) for name, file in self.pipeline.heads.items()}
+        modes = self.pooling.modes
+        total = sum(source.num_bytes for weight in plan for source in weight.sources)
         done = 0
 
         def advance(num_bytes: int) -> None:
@@ -491,8 +677,11 @@ class _Engine:
 
         try:
             self.backend.acquire()
-            self.backend.prepare(Operators(config, self.backend.dtype).all())
-            weights = load_weights(self.backend, checkpoint, plan, advance)
+            head = Head(config.hidden_size, modes, self.pipeline.steps)
+            token_heads = [op for planned in heads.values() for op in token_operators(*planned.weight[1].shape)]
+            self.backend.prepare([*Operators(config, self.backend.dtype).all(), *head.all(), *token_heads])
+            small = load_dense(self.backend, dense | heads)
+            weights = load_weights(self.backend, checkpoint, plan, advance) | small
             scales = None
             if self.backend.dtype is DType.SPLIT:
                 scales = split_scales(self.backend, config, weights)
@@ -502,8 +691,18 @@ class _Engine:
                     self.backend.dtype = DType.F32
                     self._load(progress)
                     return
-            encoder = Encoder(self.backend, config, weights, self._max_tokens, EM_BATCH_MAX, scales)
-            encoder.record(self.pooling.mode)
+            encoder = Encoder(
+                self.backend,
+                config,
+                weights,
+                self._max_tokens,
+                EM_BATCH_MAX,
+                max(len(modes), len(self.pipeline.pooling.modes)),
+                self.pipeline.steps,
+                frozenset(heads),
+                scales,
+            )
+            encoder.record(modes)
             self._encoder = encoder
         except BaseException:
             self.backend.release()

@@ -1,16 +1,19 @@
-"""The sentence-transformers files of a model directory: pooling, normalisation and the length limit.
+"""The sentence-transformers files of a model directory: pooling, what comes after it, prompts and limits.
 
 What is not implemented is refused by name: a module that is skipped gives a wrong vector.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from embed.config import ModelConfig, read_config, read_json, read_json_object
 from embed.errors import ModelError
-from embed.models import POOL_MODES, PoolMode
+from gkd.ops.dense import DenseActivation
+from gkd.ops.pool import POOL_MODES, PoolMode
 
+# In the order in which sentence-transformers puts their vectors side by side.
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -20,6 +23,14 @@ _LEGACY_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _POOL_MODES: dict[str, PoolMode] = {mode: mode for mode in POOL_MODES}
+
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
+_SIMILARITIES: dict[str, Similarity] = {name: name for name in SIMILARITIES}
+
+# By the last name of the dotted path; a Dense module without one has sentence-transformers' default.
+_ACTIVATIONS: dict[str, DenseActivation] = {"Identity": "none", "Tanh": "tanh"}
+_DEFAULT_ACTIVATION = "torch.nn.modules.activation.Tanh"
 
 # transformers writes 1e30 where a tokenizer has no limit.
 _NO_LIMIT = 1_000_000
@@ -35,8 +46,41 @@ _TRANSFORMER_CONFIGS = tuple(
 class Pooling:
     """How token vectors become a text's vector."""
 
-    mode: PoolMode
+    modes: tuple[PoolMode, ...]
+    """Their vectors stand side by side."""
     normalize: bool
+    """The vector is scaled to length 1 at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModule:
+    """A linear layer behind the pooling."""
+
+    directory: Path
+    """Where its weights lie."""
+    in_features: int
+    out_features: int
+    activation: DenseActivation
+    bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizeModule:
+    """Scaling to length 1, with something behind it."""
+
+
+Step = DenseModule | NormalizeModule
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Texts that stand before a text, by name."""
+
+    texts: Mapping[str, str]
+    default: str | None
+    """Name of the one that a text gets where the caller says nothing."""
+    pooled: bool
+    """The prompt's tokens take part in the pooling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +95,30 @@ class Pipeline:
     """Pooling and normalisation are a convention: neither the directory nor the user says them."""
     maxseq: int
     """Most tokens of a text, special tokens included, as the model's files set it."""
+    lowercase: bool
+    """Texts are put into lower case before the tokenizer sees them."""
+    steps: tuple[Step, ...]
+    """What comes between pooling and the last normalisation."""
+    prompts: Prompts
+    truncate_dim: int | None
+    """So many first elements of a vector are kept."""
+    similarity: Similarity
+    """How the model's authors compare vectors."""
+    heads: Mapping[str, Path]
+    """Files of the heads of tokens that there are, `sparse` and `colbert`, as BGE-M3 has them."""
+
+    def dim(self, modes: tuple[PoolMode, ...]) -> int:
+        """Elements of a vector before it is truncated. ModelError where the steps do not take what is pooled."""
+        dim = len(modes) * self.config.hidden_size
+        for step in self.steps:
+            if isinstance(step, DenseModule):
+                if step.in_features != dim:
+                    raise ModelError(
+                        f"{step.directory.name}/config.json: `in_features` is {step.in_features}, what comes before "
+                        f"gives {dim}"
+                    )
+                dim = step.out_features
+        return dim
 
 
 def read_pipeline(directory: Path, pool: PoolMode | None = None, normalize: bool | None = None) -> Pipeline:
@@ -59,15 +127,21 @@ def read_pipeline(directory: Path, pool: PoolMode | None = None, normalize: bool
     Without modules.json a family's convention is assumed and normalised; a family that has none is refused until
     `pool` is given.
     """
-    _read_library_config(directory / "config_sentence_transformers.json")
+    steps: list[Step] = []
+    pooled = True
     modules_path = directory / "modules.json"
     if modules_path.exists():
         modules = _read_modules(modules_path)
         transformer = _inside(directory, modules[0][1])
-        mode = pool or _read_pool_mode(_inside(directory, modules[1][1]) / "config.json")
-        normalized = len(modules) == 3
+        modes, pooled = _read_pooling(_inside(directory, modules[1][1]) / "config.json")
+        steps = [_read_step(name, _inside(directory, path)) for name, path in modules[2:] if name != "Dropout"]
+        normalized = bool(steps) and isinstance(steps[-1], NormalizeModule)
+        if normalized:
+            steps.pop()
         config = read_config(transformer)
         assumed = False
+        if pool is not None:
+            modes = (pool,)
     else:
         transformer = directory
         config = read_config(directory)
@@ -77,41 +151,107 @@ def read_pipeline(directory: Path, pool: PoolMode | None = None, normalize: bool
                 f"modules.json: not found, and a {config.family.model_type} model has no pooling of its own: "
                 "say which one its authors meant, with --pool cls or --pool mean"
             )
-        mode, normalized = assumed_mode, True
+        modes, normalized = (assumed_mode,), True
         assumed = pool is None
     if normalize is not None:
         normalized = normalize
-    return Pipeline(transformer, config, Pooling(mode, normalized), assumed, _read_maxseq(transformer, config))
+    prompts, truncate_dim, similarity = _read_library_config(directory / "config_sentence_transformers.json", pooled)
+    maxseq, lowercase = _read_limits(transformer, config)
+    pooling = Pooling(modes, normalized)
+    pipeline = Pipeline(
+        transformer,
+        config,
+        pooling,
+        assumed,
+        maxseq,
+        lowercase,
+        tuple(steps),
+        prompts,
+        truncate_dim,
+        similarity,
+        _find_heads(directory),
+    )
+    dim = pipeline.dim(modes)
+    if truncate_dim is not None and truncate_dim > dim:
+        raise ModelError(
+            f"config_sentence_transformers.json: `truncate_dim` is {truncate_dim}, the vectors have {dim} elements"
+        )
+    return pipeline
 
 
-def _read_library_config(path: Path) -> None:
-    """Refuses settings of sentence-transformers that would change a vector."""
-    if not path.exists():
-        return
-    config = read_json_object(path)
-    for key, supported in (
-        ("default_prompt_name", None),
-        ("truncate_dim", None),
-        ("model_type", "SentenceTransformer"),
-    ):
-        if config.get(key, supported) != supported:
-            raise ModelError(f"{path.name}: `{key}` is {config[key]!r}, which is not supported yet")
+def _find_heads(directory: Path) -> dict[str, Path]:
+    found = {}
+    for name in ("sparse", "colbert"):
+        paths = (directory / f"{name}_linear.{ending}" for ending in ("safetensors", "pt"))
+        path = next((path for path in paths if path.exists()), None)
+        if path is not None:
+            found[name] = path
+    return found
+
+
+def _read_library_config(path: Path, pooled: bool) -> tuple[Prompts, int | None, Similarity]:
+    """Prompts, truncation and similarity."""
+    config = read_json_object(path) if path.exists() else {}
+    kind = config.get("model_type", "SentenceTransformer")
+    if kind != "SentenceTransformer":
+        raise ModelError(f"{path.name}: `model_type` is {kind!r}, which is not supported yet")
+    texts = config.get("prompts") or {}
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ModelError(f"{path.name}: `prompts` is {texts!r}, expected texts by name")
+    default = config.get("default_prompt_name")
+    if default is not None and default not in texts:
+        known = ", ".join(texts) or "none"
+        raise ModelError(f"{path.name}: `default_prompt_name` is {default!r}; known prompts: {known}")
+    truncate_dim = config.get("truncate_dim")
+    if truncate_dim is not None and (type(truncate_dim) is not int or truncate_dim < 1):
+        raise ModelError(f"{path.name}: `truncate_dim` is {truncate_dim!r}, expected a positive integer")
+    similarity = config.get("similarity_fn_name") or "cosine"
+    if similarity not in _SIMILARITIES:
+        raise ModelError(
+            f"{path.name}: `similarity_fn_name` is {similarity!r}, expected one of {', '.join(SIMILARITIES)}"
+        )
+    return Prompts(texts, default, pooled), truncate_dim, _SIMILARITIES[similarity]
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """(type, path) of each module: Transformer, Pooling and perhaps Normalize."""
+    """(type, path) of each module: Transformer, Pooling, and then any of Dense, Normalize and Dropout."""
     modules = read_json(path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelError(f"{path.name}: expected a list of JSON objects")
     # The package path of a type changed in sentence-transformers 5.4; its last name did not.
     listed = [(str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
     types = [name for name, _ in listed]
-    if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    if types[:2] != ["Transformer", "Pooling"] or not {*types[2:]} <= {"Dense", "Normalize", "Dropout"}:
         raise ModelError(
             f"{path.name}: the modules {', '.join(types) or '(none)'} are not supported; "
-            "expected Transformer, Pooling and at most Normalize"
+            "expected Transformer and Pooling, and then only Dense, Normalize and Dropout"
         )
     return listed
+
+
+def _read_step(name: str, directory: Path) -> Step:
+    path = directory / "config.json"
+    config = read_json_object(path) if name == "Dense" or path.exists() else {}
+    shown = f"{directory.name}/{path.name}"
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise ModelError(f"{shown}: `{key}` is {config[key]!r}, only 'sentence_embedding' is supported")
+    if name == "Normalize":
+        return NormalizeModule()
+    sizes: list[Any] = [config.get(key) for key in ("in_features", "out_features")]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ModelError(f"{shown}: `in_features` and `out_features` are {sizes}, expected positive integers")
+    if config.get("use_residual"):
+        raise ModelError(f"{shown}: `use_residual` is not supported")
+    activation = config.get("activation_function", _DEFAULT_ACTIVATION)
+    last_name = str(activation).rpartition(".")[2]
+    if last_name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ModelError(f"{shown}: `activation_function` is {activation!r}, which is not supported; known: {known}")
+    bias = config.get("bias", True)
+    if not isinstance(bias, bool):
+        raise ModelError(f"{shown}: `bias` is {bias!r}, expected true or false")
+    return DenseModule(directory, sizes[0], sizes[1], _ACTIVATIONS[last_name], bias)
 
 
 def _inside(directory: Path, path: str) -> Path:
@@ -121,27 +261,32 @@ def _inside(directory: Path, path: str) -> Path:
     return inner
 
 
-def _read_pool_mode(path: Path) -> PoolMode:
+def _read_pooling(path: Path) -> tuple[tuple[PoolMode, ...], bool]:
+    """The modes, and whether a prompt's tokens take part."""
     config = read_json_object(path)
     shown = f"{path.parent.name}/{path.name}"
-    modes: Any = config.get("pooling_mode")
-    if modes is None:
+    named: Any = config.get("pooling_mode")
+    if named is None:
         # sentence-transformers takes the mean where no mode is set.
-        modes = [mode for key, mode in _LEGACY_MODES.items() if config.get(key)] or "mean"
-    mode = modes[0] if isinstance(modes, list) and len(modes) == 1 else modes
-    if not isinstance(mode, str) or mode not in _POOL_MODES:
-        raise ModelError(f"{shown}: pooling mode {mode!r} is not supported; known: {', '.join(_POOL_MODES)}")
-    return _POOL_MODES[mode]
+        named = [mode for key, mode in _LEGACY_MODES.items() if config.get(key)] or "mean"
+    listed = named if isinstance(named, list) else [named]
+    modes = tuple(_POOL_MODES[mode] for mode in listed if isinstance(mode, str) and mode in _POOL_MODES)
+    if not modes or len(modes) != len(listed):
+        raise ModelError(f"{shown}: pooling mode {named!r} is not supported; known: {', '.join(_POOL_MODES)}")
+    return modes, bool(config.get("include_prompt", True))
 
 
-def _read_maxseq(directory: Path, config: ModelConfig) -> int:
-    """max_seq_length, else the tokenizer's limit, else the position table's; never more than the last."""
+def _read_limits(directory: Path, config: ModelConfig) -> tuple[int, bool]:
+    """Most tokens of a text, and whether it is put into lower case.
+
+    The first is max_seq_length, else the tokenizer's limit, else the position table's; never more than the last.
+    """
     limit: Any = None
+    lowercase = False
     path = next((directory / name for name in _TRANSFORMER_CONFIGS if (directory / name).exists()), None)
     if path is not None:
         settings = read_json_object(path)
-        if settings.get("do_lower_case"):
-            raise ModelError(f"{path.name}: `do_lower_case` is not supported yet")
+        lowercase = bool(settings.get("do_lower_case"))
         limit = settings.get("max_seq_length")
     tokenizer_path = directory / "tokenizer_config.json"
     if tokenizer_path.exists():
@@ -151,7 +296,7 @@ def _read_maxseq(directory: Path, config: ModelConfig) -> int:
         if limit is None:
             limit = tokenizer.get("model_max_length")
     if limit is None or (isinstance(limit, float | int) and limit > _NO_LIMIT):
-        return config.max_tokens
+        return config.max_tokens, lowercase
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ModelError(f"the maximum length of a text is {limit!r}, expected a positive integer")
-    return min(limit, config.max_tokens)
+    return min(limit, config.max_tokens), lowercase

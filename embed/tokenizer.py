@@ -7,6 +7,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from embed.config import read_json_object
 from embed.errors import RequestError, TokenizerError
 
 FILE_NAME = "tokenizer.json"
@@ -15,7 +16,9 @@ FILE_NAME = "tokenizer.json"
 class Tokenizer:
     """The tokenizer of a model directory. Read-only after load: any thread may use it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, lowercase: bool = False) -> None:
+        """`lowercase` puts texts into lower case first, as `do_lower_case` of sentence-transformers does."""
+        self._lowercase = lowercase
         path = directory / FILE_NAME
         if not path.exists():
             raise TokenizerError(f"{FILE_NAME}: not found")
@@ -27,14 +30,22 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._specials = self._read_specials()
+        self._named_ids = self._read_named_ids(directory / "tokenizer_config.json")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that stand for no text: those before and after one, padding, and the unknown."""
+        return frozenset(self._specials) | self._named_ids
 
     @property
     def min_tokens(self) -> int:
         """Tokens of an empty text: the special ones."""
         return len(self._specials)
 
-    def encode_batch(self, texts: Sequence[str], maxseq: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Packed ids of the texts and the offset of each in them, (num_tokens,) and (num_texts + 1,).
+    def encode_batch(
+        self, texts: Sequence[str], maxseq: int, prompt: str = ""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Packed ids of the texts, `prompt` before each, and the offset of each, (num_tokens,) and (num_texts + 1,).
 
         A text over `maxseq` tokens keeps its head and its last special token. Raises RequestError for an item that
         is no string or holds half of a surrogate pair.
@@ -43,6 +54,10 @@ class Tokenizer:
             # The library would take a pair of strings, too, and make one text of it.
             if not isinstance(text, str):
                 raise RequestError(f"texts[{index}]: expected a string, got {type(text).__name__}")
+        if prompt:
+            texts = [prompt + text for text in texts]
+        if self._lowercase:
+            texts = [text.lower() for text in texts]
         try:
             # encode_batch_fast lets go of the GIL, which `encode` holds.
             encodings = self._tokenizer.encode_batch_fast(texts)
@@ -56,6 +71,14 @@ class Tokenizer:
         np.cumsum([len(ids) for ids in lists], out=offsets[1:])
         packed = np.fromiter((token for ids in lists for token in ids), np.int32, int(offsets[-1]))
         return packed, offsets
+
+    def _read_named_ids(self, path: Path) -> frozenset[int]:
+        if not path.exists():
+            return frozenset()
+        named = (read_json_object(path).get(f"{name}_token") for name in ("cls", "eos", "pad", "unk"))
+        contents = (token.get("content") if isinstance(token, dict) else token for token in named)
+        ids = (self._tokenizer.token_to_id(content) for content in contents if isinstance(content, str))
+        return frozenset(token for token in ids if token is not None)
 
     def _read_specials(self) -> list[int]:
         """The ids of an empty text. Truncation knows how to keep one special token at the end, and no more."""

@@ -115,6 +115,25 @@ class CubinCache:
             )
 
 
+def cache_usage(directory: Path) -> tuple[int, int]:
+    """Kernels in a cache, and the bytes of its files; (0, 0) where it has not been made. Raises OSError."""
+    num_kernels = num_bytes = 0
+    for parent, _, files in os.walk(directory, onerror=_raise_unless_gone):
+        # What is being written, or thrown away, lies in a hidden directory.
+        num_kernels += "kernel.cubin" in files and not os.path.basename(parent).startswith(".")
+        for file in files:
+            try:
+                num_bytes += os.lstat(os.path.join(parent, file)).st_size
+            except FileNotFoundError:  # another process is at work
+                continue
+    return num_kernels, num_bytes
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 def cache_key(source: KernelSource, options: Sequence[str], nvrtc: str) -> str:
     """A hash of all that decides a cubin. The options name the architecture; no path is in it."""
     parts = (_SCHEMA, source.name, source.text, source.headers, tuple(options), nvrtc)

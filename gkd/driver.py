@@ -48,6 +48,18 @@ def unavailable() -> str | None:
     return None if count else "the CUDA driver finds no device"
 
 
+def cuda_release() -> tuple[int, int]:
+    """The CUDA release that the driver is of, as (13, 0)."""
+    number = int(check("cuDriverGetVersion", cu.cuDriverGetVersion()))
+    return number // 1000, number % 1000 // 10
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Free and total memory of the device whose context is current to this thread."""
+    free, total = check("cuMemGetInfo", cu.cuMemGetInfo())
+    return int(free), int(total)
+
+
 def check(call: str, result: Any) -> Any:
     """The value of a driver call's (status, *values), or the values if there are several; raises DriverError."""
     status, *values = result

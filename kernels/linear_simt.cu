@@ -155,6 +155,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_simt(
             int row = block_row + thread_row + m * 4;
             float value = total[m][n] + column_bias;
             if constexpr (GELU) value = gelu(value);
+#if defined(TANH)
+            value = tanhf(value);
+#endif
             if (row < num_rows) out[static_cast<size_t>(row) * OUT_FEATURES + column] = from_float<T>(value);
         }
     }

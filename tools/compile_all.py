@@ -20,7 +20,7 @@ from pathlib import Path
 
 import gkd.ops
 from embed.config import ModelConfig
-from embed.encoder import Operators
+from embed.encoder import Head, Operators
 from embed.models import FAMILIES
 from gkd.arch import arch_name
 from gkd.build import build_all
@@ -29,7 +29,8 @@ from gkd.compiler import Cubin, nvrtc_build
 from gkd.dtype import DType
 from gkd.errors import GkdError
 from gkd.kernel import KernelSpec
-from gkd.ops import Attention, Cast, Operator, RowBounds, Split
+from gkd.ops import Attention, Cast, Dense, Operator, RowBounds, Split
+from gkd.ops.pool import POOL_MODES
 from gkd.sources import kernels_directory, read_kernel
 
 Request = tuple[KernelSpec, str]
@@ -79,7 +80,13 @@ GEOMETRIES = (Geometry(1024, 16, 4096), Geometry(384, 12, 1536))
 
 
 # For models of other widths of a head: one with kernels of its own, one without.
-OTHER_OPERATORS: tuple[Operator, ...] = (Attention(num_heads=8, head_dim=128), Attention(num_heads=8, head_dim=80))
+ATTENTIONS: tuple[Operator, ...] = (Attention(num_heads=8, head_dim=128), Attention(num_heads=8, head_dim=80))
+# What stands behind an encoder, always in float32.
+HEADS: tuple[Operator, ...] = (
+    *(op for geometry in GEOMETRIES for op in Head(geometry.hidden_size, ("mean",), ()).all()),
+    *Head(1024, POOL_MODES, ()).all(),
+    Dense(768, 512, "tanh"),
+)
 
 
 def operators(dtype: DType) -> list[Operator]:
@@ -89,7 +96,7 @@ def operators(dtype: DType) -> list[Operator]:
     if dtype is DType.SPLIT:
         widths = {width for geometry in GEOMETRIES for width in (geometry.hidden_size, geometry.intermediate_size)}
         weights = [*(Split(source) for source in DTYPES), *(RowBounds(width) for width in sorted(widths))]
-    return [*forwards, *OTHER_OPERATORS, *weights]
+    return [*forwards, *ATTENTIONS, *HEADS, *weights]
 
 
 def shipped() -> list[Request]:

@@ -3,8 +3,8 @@
     python tools/make_model.py DEST --preset bge-m3 --dtype f16 --tokenizer build/models/e5-small-xlmr
     python tools/make_model.py DEST --family xlm-roberta --layers 2 --hidden 64 --heads 4 --ffn 256
 
-Tensors have the names and shapes of transformers' BertModel or XLMRobertaModel. Every one is random, biases
-and LayerNorms too, so that a term left out of a forward pass shows; scales are such that different texts get
+Tensors have the names and shapes of transformers' model of the family. Every one is random, biases and
+LayerNorms too, so that a term left out of a forward pass shows; scales are such that different texts get
 clearly different vectors. A tensor's values depend on the seed, its name and its shape alone: not on the
 prefix nor, but for rounding, on the dtype. Without --tokenizer, a small one of the family's kind is built
 from tests/corpus.
@@ -16,15 +16,15 @@ import shutil
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tools.model_directory import (
     CHARSMAP,
@@ -37,7 +37,7 @@ from tools.model_directory import (
 )
 from tools.weights_file import Tensor, write_weights
 
-Family = Literal["bert", "xlm-roberta"]
+Family = Literal["bert", "camembert", "distilbert", "roberta", "xlm-roberta"]
 DType = Literal["f32", "f16", "bf16"]
 Pooling = Literal["cls", "mean"]
 
@@ -53,6 +53,8 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# The first ids of CamemBERT's vocabularies; those with NOTUSED are what is left of fairseq's own.
+CAMEMBERT_SPECIAL_TOKENS = ("<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>")
 CONFIG_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 PIECE_VALUES = 1 << 22  # values drawn at a time: bounds the memory that a model of any size takes
 
@@ -61,9 +63,9 @@ PIECE_VALUES = 1 << 22  # values drawn at a time: bounds the memory that a model
 class ModelSpec:
     """Everything that decides what `make_model` writes.
 
-    max_positions counts rows of the position table; XLM-RoBERTa's positions begin at 2, so that its texts have up to
-    max_positions - 2 tokens. vocab_size is the number of embedding rows, at least the tokenizer's and by default equal
-    to it. tokenizer is a model directory to copy one from.
+    max_positions counts rows of the position table; the positions of RoBERTa and its kin begin at 2, so that their
+    texts have up to max_positions - 2 tokens. vocab_size is the number of embedding rows, at least the tokenizer's and
+    by default equal to it. tokenizer is a model directory to copy one from.
     """
 
     family: Family = "bert"
@@ -82,7 +84,7 @@ class ModelSpec:
 
     @property
     def max_seqlen(self) -> int:
-        return self.max_positions - (2 if self.family == "xlm-roberta" else 0)
+        return self.max_positions - (0 if self.family in ("bert", "distilbert") else 2)
 
 
 PRESETS = {
@@ -119,46 +121,99 @@ def make_model(dest: Path, spec: ModelSpec) -> None:
 # Configuration and weights
 
 
+@dataclass(frozen=True)
+class LayerNames:
+    """What transformers calls the parts of a layer."""
+
+    prefix: str
+    qkv: tuple[str, str, str]
+    attention_out: str
+    attention_norm: str
+    up: str
+    down: str
+    down_norm: str
+
+
+BERT_LAYER = LayerNames(
+    prefix="encoder.layer",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    attention_out="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    down_norm="output.LayerNorm",
+)
+DISTILBERT_LAYER = LayerNames(
+    prefix="transformer.layer",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    attention_out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    down_norm="output_layer_norm",
+)
+
+ARCHITECTURES: dict[Family, str] = {
+    "bert": "BertModel",
+    "camembert": "CamembertModel",
+    "distilbert": "DistilBertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+}
+
+
 def model_config(spec: ModelSpec) -> dict[str, Any]:
-    common = {
+    common: dict[str, Any] = {
         "model_type": spec.family,
+        "architectures": [ARCHITECTURES[spec.family]],
         "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_positions,
+        "dtype": CONFIG_DTYPES[spec.dtype],
+    }
+    if spec.family == "distilbert":
+        return common | {
+            "dim": spec.hidden_size,
+            "n_layers": spec.num_layers,
+            "n_heads": spec.num_heads,
+            "hidden_dim": spec.intermediate_size,
+            "activation": "gelu",
+            "sinusoidal_pos_embds": False,
+            "dropout": 0.1,
+            "attention_dropout": 0.1,
+            "pad_token_id": 0,
+        }
+    common |= {
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
         "intermediate_size": spec.intermediate_size,
         "hidden_act": "gelu",
-        "max_position_embeddings": spec.max_positions,
         "hidden_dropout_prob": 0.1,
         "attention_probs_dropout_prob": 0.1,
-        "dtype": CONFIG_DTYPES[spec.dtype],
     }
     if spec.family == "bert":
-        return common | {
-            "architectures": ["BertModel"],
-            "type_vocab_size": 2,
-            "layer_norm_eps": 1e-12,
-            "pad_token_id": 0,
-        }
+        return common | {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0}
+    bos, eos = (CAMEMBERT_SPECIAL_TOKENS.index(t) for t in ("<s>", "</s>")) if spec.family == "camembert" else (0, 2)
     return common | {
-        "architectures": ["XLMRobertaModel"],
         "type_vocab_size": 1,
         "layer_norm_eps": 1e-5,
-        "bos_token_id": 0,
+        "bos_token_id": bos,
         "pad_token_id": 1,
-        "eos_token_id": 2,
+        "eos_token_id": eos,
     }
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes by transformers' names, without the prefix; both families have the same names."""
+    """Shapes by transformers' names, without the prefix."""
     config = model_config(spec)
     hidden, ffn = spec.hidden_size, spec.intermediate_size
+    distilbert = spec.family == "distilbert"
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], hidden),
         "embeddings.position_embeddings.weight": (spec.max_positions, hidden),
-        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], hidden),
     }
+    if not distilbert:
+        shapes["embeddings.token_type_embeddings.weight"] = (config["type_vocab_size"], hidden)
 
     def add_linear(name: str, num_out: int, num_in: int) -> None:
         shapes[f"{name}.weight"] = (num_out, num_in)
@@ -168,16 +223,18 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (hidden,)
 
     add_layer_norm("embeddings.LayerNorm")
+    names = DISTILBERT_LAYER if distilbert else BERT_LAYER
     for layer_idx in range(spec.num_layers):
-        layer = f"encoder.layer.{layer_idx}"
-        for projection in ("query", "key", "value"):
-            add_linear(f"{layer}.attention.self.{projection}", hidden, hidden)
-        add_linear(f"{layer}.attention.output.dense", hidden, hidden)
-        add_layer_norm(f"{layer}.attention.output.LayerNorm")
-        add_linear(f"{layer}.intermediate.dense", ffn, hidden)
-        add_linear(f"{layer}.output.dense", hidden, ffn)
-        add_layer_norm(f"{layer}.output.LayerNorm")
-    add_linear("pooler.dense", hidden, hidden)
+        layer = f"{names.prefix}.{layer_idx}"
+        for projection in names.qkv:
+            add_linear(f"{layer}.{projection}", hidden, hidden)
+        add_linear(f"{layer}.{names.attention_out}", hidden, hidden)
+        add_layer_norm(f"{layer}.{names.attention_norm}")
+        add_linear(f"{layer}.{names.up}", ffn, hidden)
+        add_linear(f"{layer}.{names.down}", hidden, ffn)
+        add_layer_norm(f"{layer}.{names.down_norm}")
+    if not distilbert:
+        add_linear("pooler.dense", hidden, hidden)
     return shapes
 
 
@@ -201,7 +258,7 @@ def random_pieces(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Iterato
 
 def distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's values."""
-    if name.endswith("LayerNorm.weight"):
+    if name.lower().replace("_", "").endswith("layernorm.weight"):
         return 1.0, 0.1
     if name.endswith(".bias"):
         return 0.0, 0.1
@@ -232,8 +289,7 @@ def write_tokenizer(directory: Path, spec: ModelSpec) -> None:
                 shutil.copyfile(spec.tokenizer / name, directory / name)
         return
     num_ids = min(BUILT_VOCAB_SIZE, spec.vocab_size or BUILT_VOCAB_SIZE)
-    build = build_wordpiece if spec.family == "bert" else build_unigram
-    build(directory, num_ids, spec.max_seqlen)
+    BUILDERS[spec.family](directory, num_ids, spec.max_seqlen)
 
 
 def tokenizer_size(directory: Path) -> int:
@@ -303,17 +359,90 @@ def build_wordpiece(directory: Path, num_ids: int, max_seqlen: int) -> None:
 
 
 def build_unigram(directory: Path, num_ids: int, max_seqlen: int) -> None:
-    splitter = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
-    pieces = corpus_pieces(normalizers.Precompiled(CHARSMAP.read_bytes()), splitter)
-    pieces = pieces[: num_ids - len(XLMR_SPECIAL_TOKENS) - 1]
+    write_xlmr_tokenizer(directory, unigram_vocab(XLMR_SPECIAL_TOKENS, num_ids), max_seqlen=max_seqlen)
+
+
+def build_camembert(directory: Path, num_ids: int, max_seqlen: int) -> None:
+    vocab = unigram_vocab(CAMEMBERT_SPECIAL_TOKENS, num_ids)
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=CAMEMBERT_SPECIAL_TOKENS.index("<unk>"), byte_fallback=False))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = unigram_normalizer(), unigram_splitter()
+    tokenizer.decoder = decoders.Metaspace()
+    write_roberta_kind(directory, tokenizer, CAMEMBERT_SPECIAL_TOKENS, "CamembertTokenizer", max_seqlen)
+
+
+def unigram_normalizer() -> normalizers.Normalizer:
+    return normalizers.Precompiled(CHARSMAP.read_bytes())
+
+
+def unigram_splitter() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+
+
+def unigram_vocab(special_tokens: Sequence[str], num_ids: int) -> list[tuple[str, float]]:
+    """Pieces and their log probabilities, between the special tokens and the mask."""
+    pieces = corpus_pieces(unigram_normalizer(), unigram_splitter())[: num_ids - len(special_tokens) - 1]
     total = sum(count for _, count in pieces)
     # Multiples of 1/1024 survive every JSON reader: one last bit decides between segmentations that are equal.
-    vocab = [
-        *((token, 0.0) for token in XLMR_SPECIAL_TOKENS),
+    return [
+        *((token, 0.0) for token in special_tokens),
         *((piece, round(1024 * log(count / total)) / 1024) for piece, count in pieces),
         (XLMR_MASK_TOKEN, 0.0),
     ]
-    write_xlmr_tokenizer(directory, vocab, max_seqlen=max_seqlen)
+
+
+def build_byte_level(directory: Path, num_ids: int, max_seqlen: int) -> None:
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    counts = {piece: count for piece, count in corpus_pieces(normalizers.Sequence([]), splitter) if len(piece) > 1}
+    # A piece grows by one character at its end. It occurs no more often than the piece that it grows from, which
+    # therefore stands before it.
+    merged = sorted(counts, key=lambda piece: (-counts[piece], len(piece), piece))
+    merged = merged[: num_ids - len(XLMR_SPECIAL_TOKENS) - len(alphabet) - 1]
+    tokens = [*XLMR_SPECIAL_TOKENS, *alphabet, *merged, XLMR_MASK_TOKEN]
+    merges = [(piece[:-1], piece[-1]) for piece in merged]
+    tokenizer = Tokenizer(models.BPE({token: idx for idx, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.ByteLevel()
+    write_roberta_kind(directory, tokenizer, XLMR_SPECIAL_TOKENS, "RobertaTokenizer", max_seqlen)
+
+
+def write_roberta_kind(
+    directory: Path, tokenizer: Tokenizer, special_tokens: Sequence[str], tokenizer_class: str, max_seqlen: int
+) -> None:
+    """Adds what RoBERTa's tokenizers have in common, and writes one."""
+    tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.add_special_tokens([AddedToken(XLMR_MASK_TOKEN, lstrip=True)])
+    bos, eos = ((token, special_tokens.index(token)) for token in ("<s>", "</s>"))
+    if tokenizer_class == "RobertaTokenizer":
+        tokenizer.post_processor = processors.RobertaProcessing(eos, bos, add_prefix_space=False)
+    else:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[bos, eos]
+        )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": tokenizer_class,
+            "bos_token": "<s>",
+            "cls_token": "<s>",
+            "eos_token": "</s>",
+            "sep_token": "</s>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+            "mask_token": XLMR_MASK_TOKEN,
+            "model_max_length": max_seqlen,
+        },
+    )
+
+
+BUILDERS: dict[Family, Callable[[Path, int, int], None]] = {
+    "bert": build_wordpiece,
+    "camembert": build_camembert,
+    "distilbert": build_wordpiece,
+    "roberta": build_byte_level,
+    "xlm-roberta": build_unigram,
+}
 
 
 # Command line
@@ -329,7 +458,7 @@ def parse_spec(argv: list[str]) -> tuple[Path, ModelSpec]:
     )
     parser.add_argument("dest", type=Path, metavar="DEST", help="directory to write; it must not exist")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="a geometry that the other options then change")
-    parser.add_argument("--family", choices=["bert", "xlm-roberta"])
+    parser.add_argument("--family", choices=get_args(Family))
     parser.add_argument("--layers", type=int, dest="num_layers", metavar="N")
     parser.add_argument("--hidden", type=int, dest="hidden_size", metavar="N")
     parser.add_argument("--heads", type=int, dest="num_heads", metavar="N")

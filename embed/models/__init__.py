@@ -1,8 +1,10 @@
 """The model families, by `model_type` of config.json."""
 
-from embed.models import bert, xlm_roberta
-from embed.models.family import POOL_MODES, Family, PoolMode, Slot
+from embed.models import bert, camembert, distilbert, roberta, xlm_roberta
+from embed.models.family import BLOCK_PLAN, Family, Slot
 
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (bert, xlm_roberta)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (bert, camembert, distilbert, roberta, xlm_roberta)
+}
 
-__all__ = ["FAMILIES", "POOL_MODES", "Family", "PoolMode", "Slot"]
+__all__ = ["BLOCK_PLAN", "FAMILIES", "Family", "Slot"]

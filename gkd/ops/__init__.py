@@ -9,11 +9,12 @@ from gkd.ops.add_layer_norm import AddLayerNorm
 from gkd.ops.attention import Attention
 from gkd.ops.cast import Cast
 from gkd.ops.contract import Operator
+from gkd.ops.dense import Dense
 from gkd.ops.embed_layer_norm import EmbedLayerNorm
 from gkd.ops.gather_rows import GatherRows
 from gkd.ops.l2_normalize import L2Normalize
 from gkd.ops.linear import Linear
-from gkd.ops.mean_pool import MeanPool
+from gkd.ops.pool import Pool
 from gkd.ops.row_bounds import RowBounds
 from gkd.ops.split import Split
 
@@ -21,12 +22,13 @@ __all__ = [
     "AddLayerNorm",
     "Attention",
     "Cast",
+    "Dense",
     "EmbedLayerNorm",
     "GatherRows",
     "L2Normalize",
     "Linear",
-    "MeanPool",
     "Operator",
+    "Pool",
     "RowBounds",
     "Split",
 ]

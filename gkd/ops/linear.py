@@ -14,7 +14,7 @@ from gkd.ops.contract import Array, Signature, float_dtype
 from gkd.ops.gelu import gelu_
 from gkd.ops.threads import for_each, num_cores
 
-Activation = Literal["none", "gelu"]
+Activation = Literal["none", "gelu", "tanh"]
 LinearKernel = Literal["auto", "simt", "mma", "wgmma"]
 
 # Rows of one BLAS call: a short input takes a small block, a long one the block that BLAS is fast at.
@@ -155,7 +155,7 @@ class Linear:
     `kernel` is what runs on a GPU: `wgmma` takes 16 bits, in_features and out_features % 8 == 0, or split operands,
     in_features % 64 == 0, and compute capability 9.0; `mma` 16 bits, in_features % 8 == 0, and 8.0 and later; `simt`
     anything but split operands; `auto` is the first of them that can, with kernels of its own for few rows on 9.0.
-    All but `simt`, which adds in another order, give the same bits.
+    All but `simt`, which adds in another order, give the same bits. The activation `tanh` is `simt`'s alone.
     """
 
     in_features: int
@@ -165,6 +165,10 @@ class Linear:
     kernel: LinearKernel = "auto"
 
     name: ClassVar[str] = "linear"
+
+    def __post_init__(self) -> None:
+        if self.activation == "tanh" and self.kernel not in ("auto", "simt"):
+            raise ValueError(f"linear: the kernel {self.kernel} has no tanh")
 
     def check(self, out: Array, x: Array, weight: Array, bias: Array, num_rows: Array) -> None:
         dtype = float_dtype(self.name, "x", x)
@@ -186,6 +190,8 @@ class Linear:
                 values = outputs[part] + bias[columns]
                 if self.activation == "gelu":
                     gelu_(values)
+                elif self.activation == "tanh":
+                    np.tanh(values, out=values)
                 outputs[part] = values
 
         for_each(compute, self._pieces(len(x)) if x.dtype == np.float32 else [(0, len(x), slice(None))])
@@ -195,6 +201,8 @@ class Linear:
         constants: tuple[tuple[str, int], ...] = (dtype_define(dtype), *sizes, ("GELU", int(self.activation == "gelu")))
         if dtype is DType.SPLIT:
             constants = (*constants, ("OUT_SPLIT", int(not self.to_sum)))
+        if self.activation == "tanh":
+            constants = (*constants, ("TANH", 1))
         kernels = [
             (max_rows, KernelSpec(tiling.kernel, (*constants, *tiling.defines)), tiling)
             for max_rows, tiling in self._tilings(dtype, arch)
@@ -230,7 +238,7 @@ class Linear:
     def _choose(self, dtype: DType, arch: int) -> LinearKernel:
         if dtype is DType.SPLIT:
             return "wgmma"
-        if dtype not in (DType.F16, DType.BF16) or arch < 80 or self.in_features % 8 != 0:
+        if dtype not in (DType.F16, DType.BF16) or arch < 80 or self.in_features % 8 != 0 or self.activation == "tanh":
             return "simt"
         return "wgmma" if arch == 90 and self.out_features % 8 == 0 else "mma"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,27 @@ def test_what_was_loaded_is_said_in_two_lines(directory: Path) -> None:
     assert separator and load_s.endswith(" s") and 0 < float(load_s.removesuffix(" s")) < 60
 
 
+def test_prompts_of_the_model_and_of_the_user(directory: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(directory, tmp_path / "model"))
+    settings = {"prompts": {"query": "find: ", "passage": "read: "}, "default_prompt_name": "query"}
+    (model / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with Embed.open(directory) as engine:
+        expected = {prompt: engine.encode([f"{prompt}a"]) for prompt in ("find: ", "read: ", "so: ", "")}
+    for flags, prompt in (
+        ([], "find: "),
+        (["--prompt-name", "passage"], "read: "),
+        (["--prompt", "so: "], "so: "),
+        (["--prompt", ""], ""),
+    ):
+        result = embed("text", model, "a", *flags)
+        assert np.array_equal(np.array(rows(result.stdout), np.float32), expected[prompt]), flags
+    unknown = embed("text", model, "a", "--prompt-name", "title")
+    assert unknown.returncode == 1
+    assert (
+        unknown.stderr.decode().splitlines()[-1] == "embed: error: prompt_name 'title': known prompts: query, passage"
+    )
+
+
 def test_text_from_standard_input_keeps_one_line_a_text(directory: Path) -> None:
     expected = embed("text", directory, "a", "", " b ", "ü").stdout
     assert embed("text", directory, "-", stdin="a\n\r\n b \nü".encode()).stdout == expected
@@ -108,7 +130,7 @@ def test_assumed_pooling_is_said(directory: Path, tmp_path: Path) -> None:
         ["text", "MODEL", "a", "--maxs", "3"],
         ["text", "MODEL", "a", "--maxseq", "0"],
         ["text", "MODEL", "a", "--maxseq", "many"],
-        ["text", "MODEL", "a", "--pool", "max"],
+        ["text", "MODEL", "a", "--pool", "median"],
         ["text", "MODEL", "a", "--dtype", "int8"],
         ["text", "MODEL", "a", "--gpu", "first"],
         ["serve", "MODEL", "--addr", "localhost"],
@@ -137,6 +159,7 @@ def test_a_command_line_that_cannot_be_understood_ends_with_2(directory: Path, a
     [
         (["text", "nothing-here", "a"], {}, "nothing-here: no such directory, and no model package"),
         (["text", "MODEL", "a", "--gpu", "0"], {}, "gpu 0 cannot be used"),
+        (["text", "MODEL", "a"], {"GKD_GPU_DEVICE": "1"}, "gpu 1 cannot be used"),
         (["text", "MODEL", "a", "--dtype", "bf16"], {}, "dtype bf16 cannot be used"),
         (["text", "MODEL", "a", "--maxseq", "1"], {}, "maxseq 1: expected at least 2"),
         (["text", "MODEL", b"\xff".decode(errors="surrogateescape")], {}, "texts[0]: holds half of a surrogate pair"),

@@ -19,11 +19,12 @@ from embed import EM_BATCH_MAX, ClosedError, Embed, ModelError, NonFiniteError, 
 from embed.batch import Batch, batches, position_ids
 from embed.config import ModelConfig, read_config
 from embed.encoder import Capacity, Encoder
-from embed.models import FAMILIES, POOL_MODES, PoolMode
+from embed.models import FAMILIES
 from embed.pipeline import Pooling
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
 from gkd.errors import DeviceError
+from gkd.ops.pool import POOL_MODES, PoolMode
 from tests.overflowing import FITTING, MIXED, HalfEngine, make_overflowing_model
 from tools.make_model import ModelSpec, make_model
 
@@ -68,8 +69,8 @@ def test_normalize_by_call_and_by_setting(engine: Embed) -> None:
     assert np.allclose(engine.encode(TEXTS, normalize=True), raw / lengths, atol=1e-6)
     engine.set_pooling("cls", normalize=False)
     assert not np.allclose(engine.encode(TEXTS), raw)
-    with pytest.raises(ModelError, match="pooling mode 'max' is not supported"):
-        engine.set_pooling("max", normalize=True)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="pooling mode 'median' is not supported"):
+        engine.set_pooling("median", normalize=True)  # type: ignore[arg-type]
 
 
 def test_out_is_filled_and_returned(engine: Embed) -> None:
@@ -383,9 +384,10 @@ def test_a_batch_is_packed_with_empty_texts_and_items_to_fill_its_capacity() -> 
     capacity, batch = Capacity(num_tokens=16, num_texts=5, num_items=7, block_q=4), batch_of([3, 6, 1])
     packed = capacity.pack(batch)
     assert packed.shape == (capacity.num_elements,) and packed.dtype == np.int32
-    parts = np.split(packed, np.cumsum([1, 1, 5 + 1, 16, 16, 7 * 3, 5 * 3]))
-    num_tokens, num_texts, cu_seqlens, input_ids, position_ids, work, first_work, rest = (x.tolist() for x in parts)
-    assert (num_tokens, num_texts, rest) == ([10], [3], [])
+    parts = np.split(packed, np.cumsum([1, 1, 5 + 1, 16, 16, 7 * 3, 5 * 3, 5]))
+    num_tokens, num_texts, cu_seqlens, input_ids, position_ids, work, first_work, *others = (x.tolist() for x in parts)
+    # No first token is left out of the pooling.
+    assert (num_tokens, num_texts, others) == ([10], [3], [[0] * 5, []])
     # Offsets that do not grow: texts of no tokens, at the end.
     assert cu_seqlens == [0, 3, 9, 10, 10, 10]
     assert input_ids == [*range(100, 110), *[0] * 6]
@@ -399,7 +401,13 @@ def test_a_batch_is_packed_with_empty_texts_and_items_to_fill_its_capacity() -> 
 def test_a_batch_of_just_its_capacity_is_packed_without_filling() -> None:
     packed = Capacity(num_tokens=10, num_texts=3, num_items=4, block_q=4).pack(batch_of([3, 6, 1]))
     items, firsts = [0, 3, 0, 3, 6, 0, 3, 6, 4, 9, 1, 0], [0, 3, 0, 3, 6, 0, 9, 1, 0]
-    assert packed.tolist() == [10, 3, 0, 3, 9, 10, *range(100, 110), *range(1000, 1010), *items, *firsts]
+    assert packed.tolist() == [10, 3, 0, 3, 9, 10, *range(100, 110), *range(1000, 1010), *items, *firsts, 0, 0, 0]
+
+
+def test_of_a_prompt_that_is_left_out_each_text_keeps_its_last_token() -> None:
+    capacity = Capacity(num_tokens=16, num_texts=4, num_items=7, block_q=4)
+    packed = capacity.pack(replace(batch_of([3, 6, 1]), num_prompt_tokens=4))
+    assert packed[-4:].tolist() == [2, 4, 0, 0]
 
 
 class PaddingBackend(CpuBackend):
@@ -431,7 +439,7 @@ def test_a_forward_at_a_capacity_gives_the_bits_of_one_at_its_own_size(engine: E
     assert plain is not None
     config, backend = read_config(engine._open_engine.pipeline.directory), PaddingBackend()
     padding = Encoder(backend, config, plain._weights, max_tokens=2048, max_texts=200)
-    padding.record(mode)
+    padding.record((mode,))
     rng = np.random.default_rng(4)
     # One token; texts so short that a larger capacity has to have room for them; capacities that are just filled, in
     # tokens and in items; little after much; and more texts than any capacity has room for.
@@ -442,8 +450,8 @@ def test_a_forward_at_a_capacity_gives_the_bits_of_one_at_its_own_size(engine: E
         [batch] = batches(ids, offsets, config, max_tokens=2048, max_texts=200)
         for normalize in (True, False):
             want, got = np.full((2, len(lengths), config.hidden_size), np.nan, np.float32)
-            plain.forward(want, batch, Pooling(mode, normalize))
-            padding.forward(got, batch, Pooling(mode, normalize))
+            plain.forward(want, batch, Pooling((mode,), normalize))
+            padding.forward(got, batch, Pooling((mode,), normalize))
             assert np.isfinite(got).all() and np.array_equal(got, want), lengths
     assert len(backend.replayed) == 2 * (len(cases) - 1)
 

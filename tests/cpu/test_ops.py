@@ -16,19 +16,22 @@ from gkd.ops import (
     AddLayerNorm,
     Attention,
     Cast,
+    Dense,
     EmbedLayerNorm,
     GatherRows,
     L2Normalize,
     Linear,
-    MeanPool,
     Operator,
+    Pool,
     RowBounds,
     Split,
 )
 from gkd.ops.attention import attention_work
 from gkd.ops.contract import Array
+from gkd.ops.dense import DenseActivation
 from gkd.ops.gelu import gelu_
 from gkd.ops.linear import invariant_products
+from gkd.ops.pool import POOL_MODES, PoolMode
 from gkd.ops.threads import for_each, num_cores
 from gkd.tensor import Tensor
 from tests.numerics import count
@@ -337,17 +340,58 @@ def test_embed_layer_norm_takes_the_right_rows() -> None:
     assert_close(outputs[0], expected, 16 * EPS32 * (np.abs(gamma) * 8 + np.abs(beta)))
 
 
+def pooled(rows: Array, mode: PoolMode) -> Array:
+    """sentence-transformers' definitions, all tokens taking part."""
+    rows = rows.astype(np.float64)
+    places = np.arange(1, len(rows) + 1)[:, None]
+    vectors: dict[PoolMode, Array] = {
+        "cls": rows[0],
+        "max": rows.max(axis=0),
+        "mean": rows.mean(axis=0),
+        "mean_sqrt_len_tokens": rows.sum(axis=0) / np.sqrt(len(rows)),
+        "weightedmean": (rows * places).sum(axis=0) / places.sum(),
+        "lasttoken": rows[-1],
+    }
+    return vectors[mode]
+
+
+@pytest.mark.parametrize("mode", POOL_MODES)
 @pytest.mark.parametrize("lengths", [[1], [3, 64, 65, 1], [700]])
-def test_mean_pool(lengths: list[int]) -> None:
+def test_pool(lengths: list[int], mode: PoolMode) -> None:
     tokens, num_texts = sum(lengths), len(lengths)
     hidden, cu_seqlens = normal(tokens, 48) + 1, np.cumsum([0, *lengths, 0, 0]).astype(np.int32)
     texts = [hidden[start:end] for start, end in pairwise(cu_seqlens[: num_texts + 1])]
-    mean, _ = both(MeanPool(48), (num_texts + 2, 48), hidden, cu_seqlens)
-    # 64 additions in a block, then one for each block, then the division.
-    bound = [(64 + len(text) // 64 + 1) * EPS32 * np.abs(text).mean(axis=0, dtype=np.float64) for text in texts]
-    exact = np.stack([text.mean(axis=0, dtype=np.float64) for text in texts])
-    assert_close(mean[:num_texts], exact, np.stack(bound))
-    assert np.isnan(mean[num_texts:]).all(), "an empty text was written"
+    got, _ = both(Pool(48, mode), (num_texts + 2, 48), hidden, cu_seqlens, np.zeros(num_texts + 2, np.int32))
+    # A product, 64 additions in a block, then one for each block, then the division.
+    bound = [(64 + len(text) // 64 + 3) * EPS32 * pooled(np.abs(text), mode) for text in texts]
+    assert_close(got[:num_texts], np.stack([pooled(text, mode) for text in texts]), np.stack(bound))
+    assert np.isnan(got[num_texts:]).all(), "an empty text was written"
+
+
+@pytest.mark.parametrize("mode", POOL_MODES)
+def test_pool_leaves_first_tokens_out_and_fills_its_block(mode: PoolMode) -> None:
+    hidden, cu_seqlens = normal(11, 8), np.array([0, 7, 11], np.int32)
+    spoiled = hidden.copy()
+    spoiled[[0, 1, 2, 7]] = np.nan
+    first_pooled = np.array([3, 1], np.int32)
+    out = run(Pool(8, mode, 3, 1), np.empty((2, 24), np.float32), spoiled, cu_seqlens, first_pooled)
+    assert np.isnan(out[:, :8]).all() and np.isnan(out[:, 16:]).all()
+    for row, first, end in ((0, 3, 7), (1, 8, 11)):
+        rows = hidden[first:end].astype(np.float64)
+        want = pooled(rows, mode)
+        if mode == "weightedmean":  # by places in the whole text
+            places = np.arange(first - cu_seqlens[row], end - cu_seqlens[row])[:, None] + 1
+            want = (rows * places).sum(axis=0) / places.sum()
+        assert_close(out[row, 8:16], want, 8 * EPS32 * np.abs(rows).sum(axis=0))
+
+
+@pytest.mark.parametrize("activation", ["none", "tanh"])
+def test_dense(activation: DenseActivation) -> None:
+    x, weight, bias = normal(7, 40), normal(24, 40), normal(24)
+    got, _ = both(Dense(40, 24, activation), (9, 24), np.pad(x, ((0, 2), (0, 0))), weight, bias, count(7))
+    exact = x.astype(np.float64) @ weight.T.astype(np.float64) + bias
+    bound = 42 * EPS32 * (np.abs(x) @ np.abs(weight.T) + np.abs(bias))
+    assert_close(got[:7], np.tanh(exact) if activation == "tanh" else exact, bound + 2 * EPS32)
 
 
 def test_gather_rows() -> None:
@@ -401,7 +445,8 @@ CONTRACTS: list[tuple[Operator, list[tuple[tuple[int, ...], Any]]]] = [
         EmbedLayerNorm(8, 1e-5),
         [*[((3, 8), "f4")] * 2, *[((3,), "i4")] * 2, *[((5, 8), "f4")] * 3, ((8,), "f4"), ((8,), "f4"), COUNT],
     ),
-    (MeanPool(8), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4")]),
+    (Pool(8), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4"), ((2,), "i4")]),
+    (Dense(8, 4), [((2, 4), "f4"), ((2, 8), "f4"), ((4, 8), "f4"), ((4,), "f4"), ((1,), "i4")]),
     (GatherRows(8, DType.F32), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4"), COUNT]),
     (L2Normalize(8), [((2, 8), "f4"), ((2, 8), "f4")]),
     (Cast(DType.F16, DType.F32), [((2, 8), "f4"), ((2, 8), "f2")]),

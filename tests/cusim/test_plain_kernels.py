@@ -9,8 +9,9 @@ import pytest
 
 from gkd.dtype import DType, dtype_of
 from gkd.kernel import KernelPlan
-from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, GatherRows, L2Normalize, MeanPool, Operator, RowBounds, Split
+from gkd.ops import AddLayerNorm, Cast, EmbedLayerNorm, GatherRows, L2Normalize, Operator, Pool, RowBounds, Split
 from gkd.ops.contract import Array
+from gkd.ops.pool import POOL_MODES, PoolMode
 from tests.cusim.harness import ORDERS, RANDOM, build_all, run
 from tests.numerics import UNIT, assert_close, count, narrowed, poisoned, widened
 
@@ -33,6 +34,7 @@ FLOATS = (DType.F32, DType.F16, DType.BF16)
 CASTS = [(source, target) for source in FLOATS for target in FLOATS if source is not target]
 # 4 rows a block: one alone, a full block, and ragged ones.
 ROWS = [1, 4, 9]
+POOLED = 40  # columns
 LENGTHS = [1, 64, 65, 130]
 
 
@@ -55,7 +57,8 @@ def operators() -> list[tuple[Operator, DType]]:
     for dtype, size in VARIANTS:
         ops += ((op, dtype) for op in (AddLayerNorm(size, EPS), EmbedLayerNorm(size, EPS)))
         ops += [(GatherRows(size, dtype), dtype)]
-    ops += ((op, DType.F32) for size in NORM_SIZES for op in (L2Normalize(size), MeanPool(size)))
+    ops += ((op, DType.F32) for size in NORM_SIZES for op in (L2Normalize(size), Pool(size)))
+    ops += ((Pool(POOLED, mode, 2, 1), DType.F32) for mode in POOL_MODES)
     ops += ((Cast(source, target), target) for source, target in CASTS)
     return ops
 
@@ -203,22 +206,40 @@ def test_no_row_is_normalized_where_none_is_counted(dtype: DType, mode: Mode) ->
 @modes
 @pytest.mark.parametrize("size", NORM_SIZES)
 def test_mean_pool(size: int, mode: Mode) -> None:
-    op = MeanPool(size)
+    op = Pool(size)
     plan, shape = op.plan(DType.F32, ARCH), (len(LENGTHS), size)
-    cu_seqlens = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    cu_seqlens, first_pooled = np.cumsum([0, *LENGTHS]).astype(np.int32), np.zeros(len(LENGTHS), np.int32)
     hidden = normal(sum(LENGTHS), size)
-    got = launcher(plan, mode, shape, DType.F32)(hidden, cu_seqlens)
+    got = launcher(plan, mode, shape, DType.F32)(hidden, cu_seqlens, first_pooled)
     # A mean: 64 additions, then one for each 64, and a division; of the absolute values' mean each.
     additions = np.array([[64 + length / 64 + 2] for length in LENGTHS])
-    magnitude = expected(op, shape, np.abs(widened(hidden)), cu_seqlens)
-    assert_close(got, expected(op, shape, hidden, cu_seqlens), U * additions * magnitude)
+    magnitude = expected(op, shape, np.abs(widened(hidden)), cu_seqlens, first_pooled)
+    assert_close(got, expected(op, shape, hidden, cu_seqlens, first_pooled), U * additions * magnitude)
 
     alone = launcher(plan, mode, (3, size), DType.F32)
     for text, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
         # Beside two empty texts, which fill up a list.
-        with_empty = alone(hidden[start:end], np.array([0, *[end - start] * 3], np.int32))
+        with_empty = alone(hidden[start:end], np.array([0, *[end - start] * 3], np.int32), np.zeros(3, np.int32))
         assert np.array_equal(with_empty[0], got[text])
         assert (with_empty[1:].view(np.uint8) == 0xFF).all()
+
+
+@modes
+@pytest.mark.parametrize("pooling", POOL_MODES)
+def test_every_pooling_in_its_block_and_without_first_tokens(pooling: PoolMode, mode: Mode) -> None:
+    op, shape = Pool(POOLED, pooling, 2, 1), (len(LENGTHS), 2 * POOLED)
+    cu_seqlens = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    first_pooled = np.array([min(3, length - 1) for length in LENGTHS], np.int32)
+    hidden = normal(sum(LENGTHS), POOLED)
+    for start, first in zip(cu_seqlens, first_pooled, strict=False):
+        hidden[start : start + first] = np.nan
+    got = launcher(op.plan(DType.F32, ARCH), mode, shape, DType.F32)(hidden, cu_seqlens, first_pooled)
+    want = expected(op, shape, hidden, cu_seqlens, first_pooled)
+    # Products, sums, and the division: of at most the sum of the absolute values each.
+    largest = expected(op, shape, np.abs(widened(hidden)), cu_seqlens, first_pooled)[:, POOLED:]
+    additions = np.array([[64 + length / 64 + 4] for length in LENGTHS])
+    assert_close(got[:, POOLED:], want[:, POOLED:], 2 * U * additions * np.abs(largest))
+    assert (got[:, :POOLED].view(np.uint8) == 0xFF).all()
 
 
 @modes

@@ -13,16 +13,18 @@ from gkd.ops import (
     AddLayerNorm,
     Attention,
     Cast,
+    Dense,
     EmbedLayerNorm,
     GatherRows,
     L2Normalize,
     Linear,
-    MeanPool,
     Operator,
+    Pool,
     RowBounds,
     Split,
 )
 from gkd.ops.attention import attention_work
+from gkd.ops.pool import POOL_MODES, PoolMode
 from gkd.tensor import Tensor
 from tests.numerics import SMALLEST_NORMAL, UNIT, count, narrowed, poisoned, widened
 
@@ -362,16 +364,27 @@ def test_gather_rows(backend: CudaBackend, num_rows: int) -> None:
         assert_untouched(got[num_rows:])
 
 
-def test_mean_pool(backend: CudaBackend) -> None:
+@pytest.mark.parametrize("mode", POOL_MODES)
+def test_pool(backend: CudaBackend, mode: PoolMode) -> None:
     lengths = [3, 64, 65, 1, 700]
     hidden = normal(sum(lengths), 80) + 1
     # Empty texts fill up a list.
     cu_seqlens = np.cumsum([0, *lengths, 0, 0, 0]).astype(np.int32)
-    op = MeanPool(80)
-    got = on_device(backend, op, np.empty((8, 80), np.float32), hidden, cu_seqlens)
-    want = expected(op, (8, 80), hidden, cu_seqlens)
-    assert_close(got[:5], want[:5], DType.F32, 80 * UNIT[DType.F32] * 3)
+    op, first_pooled = Pool(80, mode), np.array([2, 0, 7, 0, 99, 0, 0, 0], np.int32)
+    got = on_device(backend, op, np.empty((8, 80), np.float32), hidden, cu_seqlens, first_pooled)
+    want, magnitude = (expected(op, (8, 80), x, cu_seqlens, first_pooled) for x in (hidden, np.abs(hidden)))
+    assert_close(got[:5], want[:5], DType.F32, 80 * UNIT[DType.F32] * np.abs(magnitude[:5]))
     assert_untouched(got[5:])
+
+
+@pytest.mark.parametrize("activation", ["none", "tanh"])
+def test_dense(backend: CudaBackend, activation: Any) -> None:
+    op, x, weight, bias = Dense(1024, 200, activation), normal(20, 1024), normal(200, 1024), normal(200)
+    inputs = (x, weight, bias, count(13))
+    got = on_device(backend, op, np.empty((20, 200), np.float32), *inputs)
+    size = np.abs(x) @ np.abs(weight.T) + np.abs(bias)
+    bound = (64 + 1024 / 64) * UNIT[DType.F32] * size + 4 * UNIT[DType.F32]
+    assert_close(got[:13], expected(op, (20, 200), *inputs)[:13], DType.F32, bound[:13])
 
 
 @pytest.mark.parametrize("source", [DType.F32, DType.F16, DType.BF16])
