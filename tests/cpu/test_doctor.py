@@ -157,8 +157,7 @@ NO_NVRTC = "sys.modules['cuda.bindings.nvrtc'] = None"
         (
             {"FAKE_CUDA_RELEASE": "12040", "FAKE_CUDA_LOAD": "200"},
             "",
-            "newer CUDA release than the driver; NVRTC is of CUDA 13.0, the driver only of 12.4: "
-            "install 'gkd-engines[cu12]'",
+            "the driver only of 12.4: install 'gkd-engines[cu12]'",
         ),
         ({"FAKE_CUDA_LOAD": "2"}, "", "CUDA_ERROR_OUT_OF_MEMORY in cuModuleLoadData: an error of the fake"),
         ({}, NO_NVRTC, "NVRTC, which compiles the kernels, is not installed"),

@@ -275,7 +275,7 @@ BAD_PICKLES: dict[str, tuple[bytes, str]] = {
     "a deep key": (b"\x80\x02}N" + b"\x85" * DEPTH + b"Ns.", "not from names"),
     "deep marks": (b"\x80\x02" + b"(" * DEPTH + b".", "is damaged"),
     "a deep number": (state(tensor() + b"N" + b"\x85" * DEPTH + b"R"), "calls tensor"),
-    "a pickle of megabytes": (b"\x80\x02" + b"N" * (1 << 22) + b".", "`data.pkl` has 4194307 bytes"),
+    "a pickle of megabytes": (b"\x80\x02" + b"N" * (1 << 20) + b".", "`data.pkl` has 1048579 bytes"),
 }
 
 
