@@ -8,11 +8,11 @@ from embed.safetensors_file import read_tensors as read_safetensors
 from embed.stored import MappedFile, StoredTensor, parse_json_object, quoted
 from gkd.ops.contract import Array
 
-FILE_NAME = "model.safetensors"
+_FILE_NAME = "model.safetensors"
 
 _INDEX = ".index.json"
 # The first that a directory has is read, and none of the others.
-_FILE_NAMES = (FILE_NAME, FILE_NAME + _INDEX, "pytorch_model.bin", "pytorch_model.bin" + _INDEX)
+_FILE_NAMES = (_FILE_NAME, _FILE_NAME + _INDEX, "pytorch_model.bin", "pytorch_model.bin" + _INDEX)
 
 _OTHER_FORMS = {
     "adapter_model.safetensors": "an adapter: merge it into its base model",
@@ -32,8 +32,8 @@ def weights_path(directory: Path) -> Path:
             return directory / name
     for name, advice in _OTHER_FORMS.items():
         if os.path.lexists(directory / name):
-            raise WeightsError(f"{FILE_NAME}: not found; {name} is {advice}")
-    raise WeightsError(f"{FILE_NAME}: not found")
+            raise WeightsError(f"{_FILE_NAME}: not found; {name} is {advice}")
+    raise WeightsError(f"{_FILE_NAME}: not found")
 
 
 class Checkpoint:

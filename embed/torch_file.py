@@ -20,7 +20,7 @@ from embed.torch_pickle import PickledTensor, read_pickle
 
 # Many times what a file of tensors has: both are turned into objects, which take many times their bytes.
 _MAX_PICKLE_BYTES = 1 << 20
-_MAX_DIRECTORY_BYTES = 1 << 24
+_MAX_DIRECTORY_BYTES = 1 << 22
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x2041

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from embed.checkpoint import FILE_NAME, Checkpoint
+from embed.checkpoint import Checkpoint
 from embed.config import ModelConfig
 from embed.errors import WeightsError
 from embed.models import Slot
 from embed.stored import FLOAT_TYPES, StoredTensor, quoted
 from gkd.backend import Backend
 from gkd.dtype import DType
-
-__all__ = ["FILE_NAME", "Checkpoint", "PlannedWeight", "load_weights", "plan_weights"]
 
 # What a LayerNorm's two tensors are called in files that were converted from TensorFlow's BERT.
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
