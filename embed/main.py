@@ -133,6 +133,39 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="give the device back after S idle seconds; 0, the default, keeps it",
     )
+    serve.add_argument(
+        "--truncate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cut texts of too many tokens where a request does not say; --no-truncate makes them errors",
+    )
+    limits = (
+        ("--max-queue-tokens", 1 << 20, "refuse requests with 429 while so many tokens wait"),
+        ("--max-body-bytes", 16 << 20, "of a request"),
+        ("--max-texts", 16_384, "of a request"),
+        ("--max-chars", 1_000_000, "of a text"),
+    )
+    for flag, default, purpose in limits:
+        serve.add_argument(
+            flag, type=_positive_int, default=default, metavar="N", help=f"{purpose}; by default {default}"
+        )
+    serve.add_argument(
+        "--access-log", metavar="FILE", help="append a line of JSON for each request; - is standard error"
+    )
+    serve.add_argument(
+        "--shutdown-delay",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="after SIGTERM, be not ready for S seconds before connections are refused; by default 0",
+    )
+    serve.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="then wait at most S seconds for the answers that are owed; by default 30",
+    )
     serve.set_defaults(command=_serve)
 
     verify = commands.add_parser(
@@ -282,8 +315,11 @@ def _lines() -> Iterator[str]:
 
 def _serve(arguments: argparse.Namespace) -> None:
     # Not at the top: `embed text` starts a quarter of a second sooner without an HTTP server.
-    from serve.app import ServeConfig, create_app
+    from serve.access import LogFile
+    from serve.app import Application, ServeConfig
+    from serve.body import BodyLimits
     from serve.server import serve
+    from serve.service import TextLimits
 
     token = _read_token(arguments)
     address: Address = arguments.addr
@@ -292,8 +328,14 @@ def _serve(arguments: argparse.Namespace) -> None:
         config = ServeConfig(
             model_name=engine.name,
             normalize=engine.pooling.normalize,
+            truncate=arguments.truncate,
             token=token,
             unload_after_s=arguments.unload_after,
+            max_queue_tokens=arguments.max_queue_tokens,
+            drain_s=arguments.drain_timeout,
+            body=BodyLimits(max_bytes=arguments.max_body_bytes),
+            texts=TextLimits(max_texts=arguments.max_texts, max_chars=arguments.max_chars),
+            access_log=LogFile(_open_log(arguments.access_log, stack)) if arguments.access_log else None,
         )
 
         def announce(url: str) -> None:
@@ -302,9 +344,25 @@ def _serve(arguments: argparse.Namespace) -> None:
                 _note(f"no token is set, and {url} can be reached from other machines: --token-file closes it")
 
         try:
-            serve(create_app(engine, engine, config), address.host, address.port, on_listening=announce)
+            serve(
+                Application(engine, engine, config),
+                address.host,
+                address.port,
+                on_listening=announce,
+                shutdown_delay_s=arguments.shutdown_delay,
+            )
         except OSError as error:
             raise CommandError(f"--addr {address.host}:{address.port}: cannot listen: {error.strerror}") from None
+
+
+def _open_log(path: str, stack: ExitStack) -> int:
+    """A descriptor to append to; `-` is standard error."""
+    if path == "-":
+        return sys.stderr.fileno()
+    try:
+        return stack.enter_context(open(path, "ab", buffering=0)).fileno()
+    except OSError as error:
+        raise CommandError(f"--access-log {path}: cannot be opened: {error.strerror}") from None
 
 
 def _verify(arguments: argparse.Namespace) -> int:

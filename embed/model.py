@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from embed.batch import batches, check_ids
+from embed.batch import Batch, batches, check_ids
 from embed.checkpoint import Checkpoint, weights_path
 from embed.dense import load_dense, plan_dense, plan_head
 from embed.encoder import Encoder, Head, Operators, token_operators
@@ -25,6 +26,7 @@ from embed.tokenizer import Tokenizer
 from embed.weights import load_weights, plan_weights
 from gkd import driver
 from gkd.backend import Backend
+from gkd.call import Call
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
 from gkd.env import read_env
@@ -43,6 +45,8 @@ _PRECISIONS = {dtype.value: dtype for dtype in (DType.F32, DType.F16, DType.BF16
 
 # Told (bytes done, bytes in all) while weights load.
 Progress = Callable[[int, int], None]
+# Vectors (num_texts, dim), and why texts have none, by index.
+Outcome = tuple[NDArray[np.float32], dict[int, NonFiniteError]]
 # A backend of a precision, on the device that an engine runs on.
 BackendOf = Callable[[DType], Backend]
 
@@ -220,6 +224,11 @@ class Embed:
         return self._open_engine.kernel_count
 
     @property
+    def graph_count(self) -> int:
+        """Forwards recorded on the device now; 0 on the CPU."""
+        return self._open_engine.graph_count
+
+    @property
     def weights_bytes(self) -> int:
         """Memory of the weights on the device, with those in f32 once they were needed; 0 while unloaded."""
         return self._open_engine.weights_bytes
@@ -256,9 +265,16 @@ class Embed:
         `prompt` None is the model's default one. Works while unloaded. Raises RequestError naming the item that is no
         text.
         """
+        ids, offsets, _ = self.tokenize_counted(texts, prompt)
+        return ids, offsets
+
+    def tokenize_counted(
+        self, texts: Sequence[str], prompt: str | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[int]]:
+        """What `tokenize_batch` gives, and how many tokens each text had before it was cut to `maxseq`."""
         engine = self._open_engine
         prompt = engine.default_prompt if prompt is None else prompt
-        return engine.tokenizer.encode_batch(texts, engine.maxseq, prompt)
+        return engine.tokenizer.encode_counted(texts, engine.maxseq, prompt)
 
     @overload
     def encode(
@@ -337,6 +353,33 @@ class Embed:
         """
         return self._open_engine.encode_ids(ids, offsets, out, normalize, num_prompt_tokens)
 
+    @property
+    def max_batch_tokens(self) -> int:
+        """Most tokens of one forward: more are computed in several."""
+        return self._open_engine.max_tokens
+
+    @property
+    def max_batch_texts(self) -> int:
+        """Most texts of one forward."""
+        return EM_BATCH_MAX
+
+    def prepare_ids(
+        self, ids: NDArray[np.int32], offsets: NDArray[np.int64], num_prompt_tokens: int | None = None
+    ) -> "PreparedIds":
+        """What can be done for `start_encode` before its turn comes. Shapes and errors as of `encode_ids`.
+
+        Works while unloaded, and waits for nothing: the next texts are prepared while the device works on others.
+        """
+        return self._open_engine.prepare_ids(ids, offsets, num_prompt_tokens)
+
+    def start_encode(self, prepared: "PreparedIds", normalize: bool | None = None) -> "Call[Outcome]":
+        """Begins what `encode_ids` does; `result` of what this returns waits for the device, and is to be asked once.
+
+        It gives the vectors (num_texts, dim), and of each text without a finite one a NonFiniteError by its index: its
+        row means nothing. It raises ClosedError, and what goes wrong with the device.
+        """
+        return self._open_engine.start_encode(prepared, normalize)
+
     def unload(self) -> None:
         """Gives weights, workspace and device back; settings and tokenizer stay. Idempotent."""
         self._open_engine.unload()
@@ -344,6 +387,22 @@ class Embed:
     def reload(self) -> None:
         """Loads the weights again from the same directory. Idempotent; raises as `open`, and stays unloaded then."""
         self._open_engine.reload()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedIds:
+    """Packed token ids, checked and cut into forwards."""
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    num_prompt_tokens: int
+    batches: Sequence[Batch]
+    max_tokens: int
+    """Of one of these batches, at most."""
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.offsets) - 1
 
 
 def _check_pool_mode(mode: str | None) -> None:
@@ -405,7 +464,9 @@ class _Engine:
         if self.dtype is DType.F32 and self._takes_split:
             self.backend.dtype = DType.SPLIT
         # A text is never split, so a forward must hold the longest.
-        self._max_tokens = max(min(rows_budget, self.backend.rows_budget), pipeline.config.max_tokens)
+        self._most_tokens = max(min(rows_budget, self.backend.rows_budget), pipeline.config.max_tokens)
+        self.max_tokens = self._most_tokens
+        """Of a forward; less than planned where the device has no memory for it."""
 
     @property
     def loaded(self) -> bool:
@@ -423,6 +484,11 @@ class _Engine:
     def kernel_count(self) -> int:
         exact = self._exact
         return self.backend.kernel_count + (exact.kernel_count if exact is not None else 0)
+
+    @property
+    def graph_count(self) -> int:
+        exact = self._exact
+        return self.backend.graph_count + (exact.graph_count if exact is not None else 0)
 
     @property
     def weights_bytes(self) -> int:
@@ -487,34 +553,53 @@ class _Engine:
         normalize: bool | None,
         num_prompt_tokens: int | None,
     ) -> NDArray[np.float32]:
-        check_ids(ids, offsets, self.pipeline.config)
-        if num_prompt_tokens is None:
-            num_prompt_tokens = self.count_prompt_tokens(self.default_prompt)
-        pooling = self.pooling
-        if normalize is not None:
-            pooling = Pooling(pooling.modes, normalize)
-        shape = (len(offsets) - 1, self.dim)
-        if out is None:
-            out = np.empty(shape, np.float32)
-        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+        prepared = self.prepare_ids(ids, offsets, num_prompt_tokens)
+        shape = (prepared.num_texts, self.dim)
+        if out is not None and (out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous):
             raise RequestError(
                 f"out: expected a contiguous float32 array of shape {shape}, got {out.dtype} {out.shape}"
             )
-        whole_dim = self.pipeline.dim(pooling.modes)
-        vectors = out if whole_dim == self.dim else np.empty((len(out), whole_dim), np.float32)
+        vectors, failures = self.start_encode(prepared, normalize, out).result()
+        for text, error in failures.items():
+            raise NonFiniteError(f"texts[{text}]: {error}") from error.__cause__
+        return vectors
 
-        def forward() -> None:
+    def prepare_ids(
+        self, ids: NDArray[np.int32], offsets: NDArray[np.int64], num_prompt_tokens: int | None
+    ) -> PreparedIds:
+        config = self.pipeline.config
+        check_ids(ids, offsets, config)
+        if num_prompt_tokens is None:
+            num_prompt_tokens = self.count_prompt_tokens(self.default_prompt)
+        max_tokens = self.max_tokens
+        packed = tuple(batches(ids, offsets, config, max_tokens, EM_BATCH_MAX, num_prompt_tokens))
+        return PreparedIds(ids, offsets, num_prompt_tokens, packed, max_tokens)
+
+    def start_encode(
+        self, prepared: PreparedIds, normalize: bool | None, out: NDArray[np.float32] | None = None
+    ) -> Call[Outcome]:
+        pooling = self.pooling
+        if normalize is not None:
+            pooling = Pooling(pooling.modes, normalize)
+        whole_dim = self.pipeline.dim(pooling.modes)
+        whole = out if whole_dim == self.dim else None
+        vectors = np.empty((prepared.num_texts, whole_dim), np.float32) if whole is None else whole
+
+        def forward() -> Outcome:
             try:
-                self._forward(vectors, ids, offsets, pooling, num_prompt_tokens)
-                self._recompute(vectors, ids, offsets, pooling, num_prompt_tokens)
+                self._forward(vectors, prepared, pooling)
+                failures = self._recompute(vectors, prepared, pooling)
             except DriverError as error:
                 self._drop_exact(error)
                 raise
+            if whole_dim == self.dim:
+                return vectors, failures
+            cut = self._cut(vectors, normalize)
+            if out is not None:
+                out[:] = cut
+            return cut if out is None else out, failures
 
-        self.backend.call(forward)
-        if vectors is not out:
-            out[:] = self._cut(vectors, normalize)
-        return out
+        return self.backend.start(forward)
 
     def _cut(self, vectors: NDArray[np.float32], normalize: bool | None) -> NDArray[np.float32]:
         """The elements that the model's authors keep; normalized again only where that was asked for, and not because
@@ -550,7 +635,7 @@ class _Engine:
             encoder = self._encoder
             if encoder is None or self.backend.faulted:
                 raise ClosedError("the weights are unloaded: reload() brings them back")
-            for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX, num_prompt_tokens):
+            for batch in batches(ids, offsets, config, self.max_tokens, EM_BATCH_MAX, num_prompt_tokens):
                 num_tokens = len(batch.input_ids)
                 weights = np.empty(num_tokens, np.float32) if sparse is not None else None
                 of_tokens = np.empty((num_tokens, encoder.colbert_dim), np.float32) if colbert is not None else None
@@ -568,45 +653,41 @@ class _Engine:
         self.backend.call(forward)
         return Embeddings(self._cut(dense, normalize) if "dense" in outputs else None, sparse, colbert)
 
-    def _forward(
-        self,
-        out: NDArray[np.float32],
-        ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        pooling: Pooling,
-        num_prompt_tokens: int,
-    ) -> None:
-        encoder, config = self._encoder, self.pipeline.config
+    def _forward(self, out: NDArray[np.float32], prepared: PreparedIds, pooling: Pooling) -> None:
+        encoder = self._encoder
         if encoder is None or self.backend.faulted:
             raise ClosedError("the weights are unloaded: reload() brings them back")
-        for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX, num_prompt_tokens):
+        if prepared.max_tokens > self.max_tokens:  # a reload has found less memory since
+            prepared = self.prepare_ids(prepared.ids, prepared.offsets, prepared.num_prompt_tokens)
+        for batch in prepared.batches:
             encoder.forward(out[batch.first : batch.last], batch, pooling)
 
     def _recompute(
-        self,
-        out: NDArray[np.float32],
-        ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        pooling: Pooling,
-        num_prompt_tokens: int,
-    ) -> None:
-        """Computes every vector that is not finite again in f32, each text alone; NonFiniteError where that fails."""
+        self, out: NDArray[np.float32], prepared: PreparedIds, pooling: Pooling
+    ) -> dict[int, NonFiniteError]:
+        """Computes every vector that is not finite again in f32, each text alone; why not, where that fails."""
+        failures: dict[int, NonFiniteError] = {}
         finite = np.isfinite(out)
         if finite.all():
-            return
-        for text in np.flatnonzero(~finite.all(axis=1)):
-            problem, precision = f"texts[{text}]: the model gives a vector that is not finite", self.dtype.value
+            return failures
+        problem, precision = "the model gives a vector that is not finite", self.dtype.value
+        for text in np.flatnonzero(~finite.all(axis=1)).tolist():
             if self.dtype is DType.F32:
-                raise NonFiniteError(problem)
+                failures[text] = NonFiniteError(problem)
+                continue
             try:
                 exact = self._exact or self._load_exact()
             except (ModelError, CompileError, OutOfMemory) as error:
-                raise NonFiniteError(f"{problem} in {precision}, and cannot be loaded in f32: {error}") from error
-            row, start, end = out[text : text + 1], offsets[text], offsets[text + 1]
-            alone = (row, ids[start:end], np.array([0, end - start]), pooling, num_prompt_tokens)
-            exact.backend.call(partial(exact._forward, *alone))
+                failures[text] = NonFiniteError(f"{problem} in {precision}, and cannot be loaded in f32: {error}")
+                failures[text].__cause__ = error
+                continue
+            row, [start, end] = out[text : text + 1], prepared.offsets[text : text + 2]
+            ids, offsets = prepared.ids[start:end], np.array([0, end - start])
+            alone = exact.prepare_ids(ids, offsets, prepared.num_prompt_tokens)
+            exact.backend.call(partial(exact._forward, row, alone, pooling))
             if not np.isfinite(row).all():
-                raise NonFiniteError(f"{problem}, neither in {precision} nor in f32")
+                failures[text] = NonFiniteError(f"{problem}, neither in {precision} nor in f32")
+                continue
             self.recomputed += 1
             if self.recomputed == 1:
                 remedy = "--dtype bf16 or f32" if self.dtype is DType.F16 else "--dtype f32"
@@ -614,6 +695,7 @@ class _Engine:
                     f"{self.name}: the range of {precision} is too small for this model: a text whose vector is not "
                     f"finite is computed again in f32, by itself, with a second copy of the weights; {remedy} avoids it"
                 )
+        return failures
 
     def _load_exact(self) -> "_Engine":
         """The same model in f32 on the same device, kept until `unload`; its workspace is for the longest text."""
@@ -657,6 +739,18 @@ class _Engine:
     def _load(self, progress: Progress | None) -> None:
         if self.loaded:
             return
+        self.max_tokens = self._most_tokens
+        while True:
+            try:
+                return self._load_for(self.max_tokens, progress)
+            except OutOfMemory as error:
+                smaller = max(self.max_tokens // 2, self.pipeline.config.max_tokens)
+                if smaller == self.max_tokens:
+                    raise
+                logger.warning(f"{self.name}: {error}: trying with forwards of {smaller} tokens")
+                self.max_tokens = smaller
+
+    def _load_for(self, max_tokens: int, progress: Progress | None) -> None:
         config = self.pipeline.config
         checkpoint = Checkpoint(weights_path(self.pipeline.directory), keep=self.backend.keeps_mapping)
         plan = plan_weights(config, checkpoint)
@@ -689,13 +783,12 @@ class _Engine:
                     # Rare enough to load it twice; it stays so for every reload.
                     self.backend.release()
                     self.backend.dtype = DType.F32
-                    self._load(progress)
-                    return
+                    return self._load_for(max_tokens, progress)
             encoder = Encoder(
                 self.backend,
                 config,
                 weights,
-                self._max_tokens,
+                max_tokens,
                 EM_BATCH_MAX,
                 max(len(modes), len(self.pipeline.pooling.modes)),
                 self.pipeline.steps,

@@ -1,6 +1,7 @@
 """Text to token ids: tokenizer.json through the `tokenizers` library, with limits of our own."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,13 @@ class Tokenizer:
         A text over `maxseq` tokens keeps its head and its last special token. Raises RequestError for an item that
         is no string or holds half of a surrogate pair.
         """
+        ids, offsets, _ = self.encode_counted(texts, maxseq, prompt)
+        return ids, offsets
+
+    def encode_counted(
+        self, texts: Sequence[str], maxseq: int, prompt: str = ""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[int]]:
+        """The same, and how many tokens each text had before it lost its end."""
         for index, text in enumerate(texts):
             # The library would take a pair of strings, too, and make one text of it.
             if not isinstance(text, str):
@@ -63,14 +71,12 @@ class Tokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts)
         except (TypeError, UnicodeError):
             raise RequestError(_explain_texts(texts)) from None
-        lists = [
-            ids if len(ids) <= maxseq else [*ids[: maxseq - 1], ids[-1]]
-            for ids in (encoding.ids for encoding in encodings)
-        ]
+        whole = [encoding.ids for encoding in encodings]
+        lists = [ids if len(ids) <= maxseq else [*ids[: maxseq - 1], ids[-1]] for ids in whole]
         offsets = np.zeros(len(lists) + 1, np.int64)
         np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-        packed = np.fromiter((token for ids in lists for token in ids), np.int32, int(offsets[-1]))
-        return packed, offsets
+        packed = np.fromiter(chain.from_iterable(lists), np.int32, int(offsets[-1]))
+        return packed, offsets, [len(ids) for ids in whole]
 
     def _read_named_ids(self, path: Path) -> frozenset[int]:
         if not path.exists():

@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
+from gkd.call import Call
 from gkd.dtype import DType
 from gkd.ops import Operator
 
@@ -14,8 +15,8 @@ Result = TypeVar("Result")
 class Backend(Protocol):
     """Tensors on one device, and operators that run on them.
 
-    `call` and `begin` may come from any thread; every other method, inside a function that `call` runs. A tensor is
-    whatever the backend takes for one: an engine only passes it on.
+    `call`, `start` and `begin` may come from any thread; every other method, inside a function that these run. A tensor
+    is whatever the backend takes for one: an engine only passes it on.
     """
 
     @property
@@ -49,8 +50,15 @@ class Backend(Protocol):
     def kernel_count(self) -> int:
         """Kernels loaded on the device now."""
 
+    @property
+    def graph_count(self) -> int:
+        """What has been recorded and is kept now."""
+
     def call(self, function: Callable[[], Result]) -> Result:
         """Runs `function` on the device's thread, or when no other call runs, and gives or raises what it does."""
+
+    def start(self, function: Callable[[], Result]) -> Call[Result]:
+        """As `call`, without waiting for the end where that is the device's: its `result` waits."""
 
     def stop(self) -> None:
         """Gives the device back for good."""

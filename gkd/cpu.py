@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gkd.call import Call
 from gkd.dtype import DType
 from gkd.ops import Cast, Operator
 from gkd.ops.contract import Array
@@ -23,6 +24,7 @@ class CpuBackend:
     name = "cpu"
     arch = 0
     kernel_count = 0
+    graph_count = 0
     dtype: DType = DType.F32
     faulted = False
     # Tokens of one forward. Larger ones gain nothing on a CPU, whose products go by 256 rows, and cost memory.
@@ -36,8 +38,14 @@ class CpuBackend:
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Runs `function` when no other call runs."""
+        return self.start(function).result()
+
+    def start(self, function: Callable[[], Result]) -> Call[Result]:
+        """The same, done when this returns: a forward keeps all processors busy."""
+        call = Call(function)
         with self._lock:
-            return function()
+            call.run()
+        return call
 
     def begin(self) -> None:
         """There is nothing to take."""

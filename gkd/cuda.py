@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gkd.arch import arch_name
 from gkd.build import build_all
 from gkd.cache import CubinCache
+from gkd.call import Call
 from gkd.compiler import Cubin
 from gkd.device import Device, DeviceThread
 from gkd.driver import check, cu
@@ -61,6 +62,12 @@ class CudaBackend:
         return len(held.kernels) if held is not None else 0
 
     @property
+    def graph_count(self) -> int:
+        """Graphs on the device now."""
+        held = self._held
+        return len(held.graphs) if held is not None else 0
+
+    @property
     def memory_bytes(self) -> int:
         """Device memory held for weights and workspace."""
         held = self._held
@@ -71,6 +78,10 @@ class CudaBackend:
 
         A DriverError other than OutOfMemory is a fault: the context is lost, and given back at once.
         """
+        return self.start(function).result()
+
+    def start(self, function: Callable[[], Result]) -> Call[Result]:
+        """As `call`, without waiting for the end."""
 
         def watched() -> Result:
             try:
@@ -82,11 +93,11 @@ class CudaBackend:
                 self.release()
                 raise
 
-        return self._thread.call(watched)
+        return self._thread.start(watched)
 
     def begin(self) -> None:
         """Begins to take the device's context, which takes a tenth of a second; `acquire` raises what goes wrong."""
-        self._thread.post(self.acquire)
+        self._thread.start(self.acquire)
 
     def stop(self) -> None:
         """Gives the device back and ends the thread."""
@@ -191,7 +202,7 @@ class _Held:
         self._building: Future[list[Cubin]] | None = None
         self._prepared: list[KernelSpec] = []
         self._plans: dict[tuple[Operator, DType], KernelPlan] = {}
-        self._graphs: list[Graph] = []
+        self.graphs: list[Graph] = []
         self.kernels: dict[KernelSpec, Kernel] = {}
         self.arena = Arena()
         self.staging = Staging(self.stream)
@@ -221,7 +232,7 @@ class _Held:
             graph = Graph(self.stream, queue)
         finally:
             self._recording = False
-        self._graphs.append(graph)
+        self.graphs.append(graph)
         return graph
 
     def finish_loading(self) -> None:
@@ -242,7 +253,7 @@ class _Held:
         steps = [
             self.stream.synchronize,
             self.staging.close,
-            *(graph.close for graph in self._graphs),
+            *(graph.close for graph in self.graphs),
             *(kernel.close for kernel in self.kernels.values()),
             self.arena.close,
             self.stream.close,

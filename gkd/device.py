@@ -4,10 +4,11 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from gkd import driver
 from gkd.arch import arch_name
+from gkd.call import Call
 from gkd.deep_thread import start_deep_thread
 from gkd.driver import check, cu
 from gkd.env import read_env
@@ -76,20 +77,21 @@ class DeviceThread:
     """The one thread on which an engine calls CUDA: a context is current to a thread, and handles die with it."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
         self._thread = start_deep_thread(self._work, name)
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Runs `function` on the thread, after what was asked before, and gives or raises what it does."""
-        if threading.current_thread() is self._thread:
-            return function()
-        call = _Call(function)
-        self._calls.put(call)
-        return cast("Result", call.result())
+        return self.start(function).result()
 
-    def post(self, function: Callable[[], Any]) -> None:
-        """Asks for the same, and does not wait; what it gives or raises is dropped."""
-        self._calls.put(_Call(function))
+    def start(self, function: Callable[[], Result]) -> Call[Result]:
+        """Asks for the same, and does not wait; from the thread itself it is run at once."""
+        call = Call(function)
+        if threading.current_thread() is self._thread:
+            call.run()
+        else:
+            self._calls.put(call)
+        return call
 
     def stop(self) -> None:
         """Ends the thread after what was asked before."""
@@ -101,32 +103,3 @@ class DeviceThread:
             call.run()
             # Neither the call nor its result may live on here until the next one.
             del call
-
-
-class _Call:
-    """A function that another thread runs. A lock is all that it takes: a Future's condition costs 10 us a call."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._running = threading.Lock()
-        self._running.acquire()
-
-    def run(self) -> None:
-        try:
-            self._value = self._function()
-        except BaseException as error:
-            self._error = error
-        self._running.release()
-
-    def result(self) -> Any:
-        """Waits for the end of `run`."""
-        self._running.acquire()
-        if self._error is None:
-            return self._value
-        try:
-            raise self._error
-        finally:
-            # The traceback holds this frame, and the frame the error.
-            self._error = None

@@ -2,12 +2,14 @@
 
     EngineError
     ├── EmbeddingFailed   500: the engine raised
+    ├── Overloaded        429: too much waits already
     └── Unavailable       503: no forward was tried, since the weights did not load or the server stops
 
 What is wrong with a request is Starlette's HTTPException.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -25,10 +27,19 @@ class EngineError(Exception):
     """A valid request has no vectors."""
 
     status: HTTPStatus
+    headers: Mapping[str, str] | None = None
 
 
 class EmbeddingFailed(EngineError):
     status = HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+class Overloaded(EngineError):
+    status = HTTPStatus.TOO_MANY_REQUESTS
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
 
 
 class Unavailable(EngineError):
@@ -52,7 +63,7 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 async def _engine_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, EngineError)
-    return error_response(error.status, str(error))
+    return error_response(error.status, str(error), error.headers)
 
 
 async def _departed(_: Request, error: Exception) -> Response:

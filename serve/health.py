@@ -1,6 +1,10 @@
-"""GET /health and GET /: what the server holds and has done, without waiting for the engine."""
+"""GET /health and GET /: what the server holds and has done, without waiting for the engine.
+
+For supervisors, /health/live answers as long as the event loop runs, and /health/ready says whether to send requests.
+"""
 
 import time
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +20,32 @@ def health(batcher: Batcher, *, model_name: str, unload_after_s: float) -> Handl
         return JsonResponse(_report(batcher.status, model_name, unload_after_s))
 
     return answer
+
+
+async def live(_: Request) -> Response:
+    """GET /health/live."""
+    return JsonResponse({"status": "live"})
+
+
+class Readiness:
+    """GET /health/ready: 503 from the begin of a shutdown, and while a device that was lost is not back.
+
+    A server whose weights are unloaded is ready: the next request loads them.
+    """
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._stopping = False
+
+    def begin_shutdown(self) -> None:
+        self._stopping = True
+
+    async def handler(self, _: Request) -> Response:
+        if self._stopping:
+            return JsonResponse({"status": "stopping"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        if not self._batcher.status.ok:
+            return JsonResponse({"status": "unhealthy"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        return JsonResponse({"status": "ready"})
 
 
 def _report(status: Status, model_name: str, unload_after_s: float) -> dict[str, Any]:

@@ -1,14 +1,25 @@
 """What serve asks of an engine. Any object with these members can be served; serve imports no engine."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+class Forward(Protocol):
+    """A forward that has begun."""
+
+    def result(self) -> tuple[NDArray[np.float32], Mapping[int, Exception]]:
+        """Waits for the vectors (num_texts, dim), and gives them with the reasons of texts that have none, by index.
+
+        Their rows mean nothing; every other row is finite, since JSON has no other numbers. Raises what goes wrong with
+        all of them. To be asked once.
+        """
+
+
 class EmbeddingEngine(Protocol):
-    """Text to vectors. Every member may be used from any thread; only `encode_ids` waits for the device."""
+    """Text to vectors. Every member may be used from any thread; only a Forward's `result` waits for the device."""
 
     @property
     def ok(self) -> bool:
@@ -46,19 +57,30 @@ class EmbeddingEngine(Protocol):
     def recomputed(self) -> int:
         """Texts so far that were computed again in a wider precision, because their vector was not finite."""
 
-    def tokenize_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Packed token ids and the offsets of each text in them, special tokens included.
+    @property
+    def max_batch_tokens(self) -> int:
+        """Most tokens of one forward."""
 
-        Shapes: ids (num_tokens,), offsets (num_texts + 1,) from 0 to num_tokens. Works while unloaded.
+    @property
+    def max_batch_texts(self) -> int:
+        """Most texts of one forward."""
+
+    @property
+    def graph_count(self) -> int:
+        """Recorded forwards on the device now; 0 on the CPU."""
+
+    def tokenize_counted(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64], Sequence[int]]:
+        """Packed token ids, the offsets of each text in them, and the tokens of each before it was cut to `maxseq`.
+
+        Shapes: ids (num_tokens,), offsets (num_texts + 1,) from 0 to num_tokens. Special tokens are included and
+        counted. Works while unloaded.
         """
 
-    def encode_ids(
-        self, ids: NDArray[np.int32], offsets: NDArray[np.int64], *, normalize: bool | None = None
-    ) -> NDArray[np.float32]:
-        """Vectors (num_texts, dim) of packed token ids; `normalize=None` is the engine's own setting.
+    def prepare_ids(self, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> Any:
+        """What can be done for `start_encode` before its turn comes. Works while unloaded, and waits for nothing."""
 
-        Raises rather than give a vector that is not finite: JSON has no such numbers.
-        """
+    def start_encode(self, prepared: Any, normalize: bool | None = None) -> Forward:
+        """Begins a forward over what `prepare_ids` gave; `normalize=None` is the engine's own setting."""
 
 
 class Lease(Protocol):

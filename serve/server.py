@@ -1,15 +1,18 @@
 """Runs an application on a port until a signal ends it."""
 
 import contextlib
+import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
 
+from serve.app import Application
 from serve.connection import Connection
 
 _KEEP_ALIVE_S = 30
@@ -20,15 +23,19 @@ _KEEP_ALIVE_S = 30
 _SWITCH_INTERVAL_S = 1e-4
 
 
-def serve(app: ASGIApp, host: str, port: int, *, on_listening: Callable[[str], None]) -> None:
+def serve(
+    app: Application, host: str, port: int, *, on_listening: Callable[[str], None], shutdown_delay_s: float = 0
+) -> None:
     """Answers until SIGTERM or SIGINT, then what has been asked already, and returns.
 
-    `on_listening` gets the URL once the port accepts connections and signals are handled; port 0 picks a free
-    one. A port that cannot be had raises OSError. A second SIGINT waits for nothing: KeyboardInterrupt.
+    After SIGTERM the server is not ready at once, and listens on for `shutdown_delay_s`, so that balancers have seen it
+    before connections are refused. `on_listening` gets the URL once the port accepts connections and signals are
+    handled; port 0 picks a free one. A port that cannot be had raises OSError. A second SIGINT waits for nothing:
+    KeyboardInterrupt.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with listen(host, port) as listener:
-        server = Server(app, on_started=lambda: on_listening(url_of(listener, host)))
+        server = Server(app, on_started=lambda: on_listening(url_of(listener, host)), shutdown_delay_s=shutdown_delay_s)
         server.run([listener])
     if server.force_exit:
         raise KeyboardInterrupt
@@ -47,7 +54,7 @@ def url_of(listener: socket.socket, host: str) -> str:
 class Server(uvicorn.Server):
     """uvicorn's server that says when it has started, and ends with status 0 after a signal."""
 
-    def __init__(self, app: ASGIApp, *, on_started: Callable[[], None]) -> None:
+    def __init__(self, app: Application, *, on_started: Callable[[], None], shutdown_delay_s: float = 0) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -57,6 +64,7 @@ class Server(uvicorn.Server):
                 lifespan="on",
                 interface="asgi3",
                 timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=math.ceil(app.drain_s),
                 log_config=None,
                 log_level="warning",
                 # It would print query strings, and with them tokens.
@@ -65,11 +73,25 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
             )
         )
+        self._app = app
         self._on_started = on_started
+        self._shutdown_delay_s = shutdown_delay_s
+        self._exit_at_s = math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._app.begin_shutdown()
+        if sig == signal.SIGTERM and self._shutdown_delay_s > 0 and self._exit_at_s == math.inf:
+            self._exit_at_s = time.monotonic() + self._shutdown_delay_s
+        else:
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        self.should_exit |= time.monotonic() >= self._exit_at_s
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

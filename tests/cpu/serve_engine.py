@@ -14,22 +14,26 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.applications import Starlette
 
-from serve.app import ServeConfig, create_app
+from serve.app import Application, ServeConfig
 from serve.server import Server, listen, serve, url_of
 
 DIM = 8
 SLOW = "a text whose forward waits for `released`"
+NOT_FINITE = "a text that has no vector"
 
 
 class TinyEngine:
-    """Engine and lease in one. A vector is drawn from the hash of its text's ids, so it tells texts apart."""
+    """Engine and lease in one. A token is a byte. A vector is drawn from the hash of its text's ids, so it tells texts
+    apart."""
 
     dim = DIM
-    maxseq = 16
+    maxseq = 8192
+    max_batch_tokens = 4096
+    max_batch_texts = 64
     backend = "cpu"
     device_name = "tiny"
+    graph_count = 2
     kernel_count = 3
     weights_bytes = 1 << 20
     workspace_bytes = 4096
@@ -38,7 +42,7 @@ class TinyEngine:
     def __init__(self) -> None:
         self.ok = True
         self.loaded = True
-        self.num_forwards = 0
+        self.batches: list[list[bytes]] = []
         self.tokenized: list[str] = []
         self.entered = threading.Event()
         self.released = threading.Event()
@@ -46,25 +50,24 @@ class TinyEngine:
         self.unload_error: Exception | None = None
         self.reload_error: Exception | None = None
 
-    def tokenize_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def tokenize_counted(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64], list[int]]:
         self.tokenized += texts
-        encoded = [b"<" + text.encode() + b">" for text in texts]
-        offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-        return np.frombuffer(b"".join(encoded), np.uint8).astype(np.int32), offsets
+        encoded = [_encoded(text) for text in texts]
+        kept = [_cut(text, self.maxseq) for text in encoded]
+        offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+        return np.frombuffer(b"".join(kept), np.uint8).astype(np.int32), offsets, [*map(len, encoded)]
 
-    def encode_ids(
-        self, ids: NDArray[np.int32], offsets: NDArray[np.int64], *, normalize: bool | None = None
-    ) -> NDArray[np.float32]:
+    def prepare_ids(self, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> list[bytes]:
+        return [bytes(ids[start:end].astype(np.uint8)) for start, end in itertools.pairwise(offsets)]
+
+    def start_encode(self, prepared: list[bytes], normalize: bool | None = None) -> "_Forward":
         assert self.loaded
-        self.num_forwards += 1
-        if self.forward_error is not None:
-            self.ok = False
-            raise self.forward_error
-        texts = [bytes(ids[start:end].astype(np.uint8)) for start, end in itertools.pairwise(offsets)]
-        if _encoded(SLOW) in texts:
-            self.entered.set()
-            self.wait_for_release()
-        return np.stack([_vector(text, bool(normalize)) for text in texts])
+        self.batches.append(prepared)
+        return _Forward(self, prepared, bool(normalize))
+
+    @property
+    def num_forwards(self) -> int:
+        return len(self.batches)
 
     def wait_for_release(self) -> None:
         assert self.released.wait(30)
@@ -77,16 +80,43 @@ class TinyEngine:
     def reload(self) -> None:
         if self.reload_error is not None:
             raise self.reload_error
-        self.loaded = True
+        self.loaded = self.ok = True
+
+
+class _Forward:
+    """Done when it is asked for, as a device works meanwhile."""
+
+    def __init__(self, engine: TinyEngine, texts: list[bytes], normalize: bool) -> None:
+        self._engine = engine
+        self._texts = texts
+        self._normalize = normalize
+
+    def result(self) -> tuple[NDArray[np.float32], dict[int, Exception]]:
+        if self._engine.forward_error is not None:
+            self._engine.ok = self._engine.loaded = False
+            raise self._engine.forward_error
+        if _encoded(SLOW) in self._texts:
+            self._engine.entered.set()
+            self._engine.wait_for_release()
+        failures = {i: ValueError("not finite") for i, text in enumerate(self._texts) if text == _encoded(NOT_FINITE)}
+        return np.stack([_vector(text, self._normalize) for text in self._texts]), dict(failures)
+
+
+def expected_array(texts: Sequence[str], *, normalize: bool = True) -> NDArray[np.float32]:
+    return np.stack([_vector(_cut(_encoded(text), TinyEngine.maxseq), normalize) for text in texts])
 
 
 def expected_vectors(texts: Sequence[str], *, normalize: bool = True) -> list[list[float]]:
     """As a client reads them: decimal text of a float32, parsed as a double."""
-    return [[float(str(value)) for value in _vector(_encoded(text), normalize)] for text in texts]
+    return [[float(str(value)) for value in vector] for vector in expected_array(texts, normalize=normalize)]
 
 
 def _encoded(text: str) -> bytes:
     return b"<" + text.encode() + b">"
+
+
+def _cut(text: bytes, maxseq: int) -> bytes:
+    return text if len(text) <= maxseq else text[: maxseq - 1] + text[-1:]
 
 
 def _vector(text: bytes, normalize: bool) -> NDArray[np.float32]:
@@ -95,12 +125,12 @@ def _vector(text: bytes, normalize: bool) -> NDArray[np.float32]:
     return vector / np.linalg.norm(vector) if normalize else vector
 
 
-def make_app(engine: TinyEngine, **config: Any) -> Starlette:
-    return create_app(engine, engine, ServeConfig(model_name="tiny-model", **config))
+def make_app(engine: TinyEngine, **config: Any) -> Application:
+    return Application(engine, engine, ServeConfig(model_name="tiny-model", **config))
 
 
 @contextlib.contextmanager
-def running(app: Starlette) -> Iterator[str]:
+def running(app: Application) -> Iterator[str]:
     """The URL of `app` on a free port, served from a thread."""
     started = threading.Event()
     with listen("127.0.0.1", 0) as listener:
@@ -162,6 +192,10 @@ def post_bytes(text: str, *, close: bool = False) -> bytes:
 
 class _PipedEngine(TinyEngine):
     """Says on stdout that a slow forward has begun, and ends it when stdin gives a byte."""
+
+    @property
+    def num_forwards(self) -> int:
+        return len(self.batches)
 
     def wait_for_release(self) -> None:
         print("entered", flush=True)

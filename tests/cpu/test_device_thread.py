@@ -30,7 +30,7 @@ def test_calls_run_on_one_thread_in_order(thread: DeviceThread) -> None:
     assert len(threads) == 1 and threads != {threading.get_ident()}
     assert sorted(seen) == list(range(200))
     for number in range(5):
-        thread.post(partial(note, number))
+        thread.start(partial(note, number))
     assert thread.call(lambda: seen[-5:]) == [0, 1, 2, 3, 4]
 
 
@@ -42,7 +42,7 @@ def test_an_error_reaches_its_caller_and_nobody_else(thread: DeviceThread) -> No
     def fail() -> None:
         raise ValueError("the reason")
 
-    thread.post(fail)
+    thread.start(fail)
     with pytest.raises(ValueError, match="the reason") as caught:
         thread.call(fail)
     # It says where in the function it was raised.
@@ -63,6 +63,6 @@ def test_nothing_of_a_call_is_kept(thread: DeviceThread) -> None:
 
 def test_what_was_asked_before_the_stop_is_done() -> None:
     thread, done = DeviceThread("test"), threading.Event()
-    thread.post(done.set)
+    thread.start(done.set)
     thread.stop()
     assert done.is_set()

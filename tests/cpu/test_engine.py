@@ -294,7 +294,7 @@ def test_the_model_in_f32_is_counted_while_it_is_there(half: HalfEngine) -> None
     engine.encode(FITTING)
     weights_bytes, workspace_bytes = engine.weights_bytes, engine.workspace_bytes
     expected = engine.encode(MIXED)
-    assert half.inner._exact is not None and half.inner._exact._max_tokens == config.max_tokens
+    assert half.inner._exact is not None and half.inner._exact.max_tokens == config.max_tokens
     # Matrices in 4 bytes instead of 2, vectors in 4 either way.
     assert 2.9 * weights_bytes < engine.weights_bytes <= 3 * weights_bytes
     assert workspace_bytes < engine.workspace_bytes < 2 * workspace_bytes

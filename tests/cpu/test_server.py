@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from embed import Embed
-from serve.app import ServeConfig, create_app
+from serve.app import Application, ServeConfig
 from tests.cpu.serve_engine import running
 from tests.overflowing import FITTING, MIXED, HalfEngine, make_overflowing_model
 from tools.make_model import ModelSpec, make_model
@@ -222,7 +222,7 @@ def test_a_failed_reload_is_503_and_the_next_request_tries_again(small: Path, tm
 def test_health_counts_the_texts_that_were_computed_again(tmp_path: Path) -> None:
     make_overflowing_model(tmp_path / "model")
     with HalfEngine(tmp_path / "model").engine as engine:
-        app = create_app(engine, engine, ServeConfig(model_name="model", unload_after_s=1))
+        app = Application(engine, engine, ServeConfig(model_name="model", unload_after_s=1))
         with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
 
             def health() -> dict[str, Any]:

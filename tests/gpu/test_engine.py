@@ -112,7 +112,7 @@ def test_nothing_is_allocated_after_warm_up(engine: Embed, corpus: list[str], mo
 
     def held() -> tuple[Any, ...]:
         assert backend._held is not None
-        graphs = list(encoder._recorded), len(backend._held._graphs)
+        graphs = list(encoder._recorded), len(backend._held.graphs)
         return engine.kernel_count, graphs, backend.memory_bytes, process_memory()
 
     engine.encode(corpus)
