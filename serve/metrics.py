@@ -51,9 +51,12 @@ class Metrics:
         self._truncated.inc(num_truncated)
         self._stages["tokenize"].observe(tokenize_s)
 
-    def answer(self, num_failed: int, queue_s: float, forward_s: float) -> None:
+    def failed(self, num_texts: int) -> None:
+        """Texts have no vector."""
+        self._failed.inc(num_texts)
+
+    def answer(self, queue_s: float, forward_s: float) -> None:
         """A request has its vectors."""
-        self._failed.inc(num_failed)
         self._stages["queue"].observe(queue_s)
         self._stages["forward"].observe(forward_s)
 

@@ -84,11 +84,11 @@ class EmbeddingService:
             _refuse(too_long, options)
             failures |= too_long
         answer = await self._answer(request, ids, offsets, options.normalize)
+        failures |= answer.failures
+        self._metrics.failed(len(failures))
         if answer.failures and not options.keep_going:
             index, reason = next(iter(answer.failures.items()))
             raise embedding_failed(EmbeddingFailed(f"texts[{index}]: {reason}"))
-        failures |= answer.failures
-        self._metrics.answer(len(failures), answer.queue_s, answer.forward_s)
         return Embedded(answer.vectors, failures, list(truncated), int(offsets[-1]))
 
     def _unacceptable(self, texts: Sequence[object]) -> dict[int, str]:
@@ -139,6 +139,7 @@ class EmbeddingService:
             departure.cancel()
         record = record_of(request)
         record.queue_s, record.forward_s = answer.queue_s, answer.forward_s
+        self._metrics.answer(answer.queue_s, answer.forward_s)
         return answer
 
 

@@ -203,9 +203,12 @@ class _PipedEngine(TinyEngine):
 
 
 def main() -> int:
+    """The argument is JSON: seconds of `shutdown_delay_s`, and settings of ServeConfig."""
+    settings = json.loads(sys.argv[1])
+    delay_s = settings.pop("shutdown_delay_s", 0)
     try:
-        app = make_app(_PipedEngine(), token=os.environ.get("TOKEN"))
-        serve(app, "127.0.0.1", 0, on_listening=lambda url: print(url, flush=True))
+        app = make_app(_PipedEngine(), **settings)
+        serve(app, "127.0.0.1", 0, on_listening=lambda url: print(url, flush=True), shutdown_delay_s=delay_s)
     except KeyboardInterrupt:
         return 130
     return 0

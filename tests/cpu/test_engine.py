@@ -19,11 +19,13 @@ from embed import EM_BATCH_MAX, ClosedError, Embed, ModelError, NonFiniteError, 
 from embed.batch import Batch, batches, position_ids
 from embed.config import ModelConfig, read_config
 from embed.encoder import Capacity, Encoder
+from embed.model import _Engine
 from embed.models import FAMILIES
-from embed.pipeline import Pooling
+from embed.pipeline import Pooling, read_pipeline
+from embed.tokenizer import Tokenizer
 from gkd.cpu import CpuBackend
 from gkd.dtype import DType
-from gkd.errors import DeviceError
+from gkd.errors import DeviceError, OutOfMemory
 from gkd.ops.pool import POOL_MODES, PoolMode
 from tests.overflowing import FITTING, MIXED, HalfEngine, make_overflowing_model
 from tools.make_model import ModelSpec, make_model
@@ -460,3 +462,97 @@ def test_more_texts_than_one_forward_takes(engine: Embed) -> None:
     texts = [str(number) for number in range(EM_BATCH_MAX + 10)]
     vectors = engine.encode(texts)
     assert np.array_equal(vectors[EM_BATCH_MAX + 3], engine.encode(texts[EM_BATCH_MAX + 3]))
+
+
+# Forwards in two steps, as a server asks for them
+
+
+def test_a_forward_in_two_steps_gives_the_same_bits(minilm: Embed, corpus: list[str]) -> None:
+    ids, offsets = minilm.tokenize_batch(corpus[:40])
+    prepared = minilm.prepare_ids(ids, offsets)
+    for normalize in (None, False):
+        vectors, failures = minilm.start_encode(prepared, normalize).result()
+        assert np.array_equal(vectors, minilm.encode_ids(ids, offsets, normalize=normalize)) and not failures
+    with pytest.raises(RequestError, match="is not an id of a vocabulary"):
+        minilm.prepare_ids(ids + 10**6, offsets)
+
+
+def test_it_is_prepared_while_unloaded(engine: Embed) -> None:
+    expected = engine.encode(["a text"])
+    engine.unload()
+    prepared = engine.prepare_ids(*engine.tokenize_batch(["a text"]))
+    with pytest.raises(ClosedError):
+        engine.start_encode(prepared).result()
+    engine.reload()
+    assert np.array_equal(engine.start_encode(prepared).result()[0], expected)
+
+
+def test_texts_without_a_vector_do_not_lose_the_others(tmp_path: Path) -> None:
+    make_overflowing_model(tmp_path / "model")
+    weights, half = tmp_path / "model" / "model.safetensors", HalfEngine(tmp_path / "model")
+    with half.engine as engine:
+        weights.rename(tmp_path / "away")
+        prepared = engine.prepare_ids(*engine.tokenize_batch(MIXED))
+        vectors, failures = engine.start_encode(prepared).result()
+        assert sorted(failures) == [1, 4]
+        assert all("cannot be loaded in f32: model.safetensors: not found" in str(e) for e in failures.values())
+        assert np.array_equal(vectors[[0, 2, 3]], engine.encode(FITTING))
+        (tmp_path / "away").rename(weights)
+        vectors, failures = engine.start_encode(prepared).result()
+        assert np.array_equal(vectors, engine.encode(MIXED)) and not failures
+
+
+class SmallDevice(CpuBackend):
+    """Has memory for so many bytes beside the weights."""
+
+    room_bytes = 1 << 62
+
+    _held_bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        tensor = super().empty(shape, dtype)
+        self._held_bytes += tensor.nbytes
+        if self._held_bytes > self.room_bytes:
+            raise OutOfMemory(f"cuMemAlloc: out of memory: {tensor.nbytes} bytes")
+        return tensor
+
+    def release(self) -> None:
+        self._held_bytes = 0
+
+
+def test_a_load_without_memory_is_tried_with_smaller_forwards(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, corpus: list[str]
+) -> None:
+    make_model(
+        tmp_path / "model", ModelSpec("xlm-roberta", num_layers=1, hidden_size=32, num_heads=2, max_positions=66)
+    )
+    backend = SmallDevice()
+    pipeline = read_pipeline(tmp_path / "model")
+    engine = _Engine("model", backend, lambda _: SmallDevice(), pipeline, Tokenizer(tmp_path / "model"))
+    with Embed(engine) as handle:
+        handle.reload()
+        whole_bytes = handle.workspace_bytes
+        assert handle.max_batch_tokens == 2048
+        expected = handle.encode(corpus)
+        prepared = handle.prepare_ids(*handle.tokenize_batch(corpus))
+
+        handle.unload()
+        backend.room_bytes = whole_bytes // 3
+        handle.reload()
+        assert handle.max_batch_tokens == 512 and handle.workspace_bytes < whole_bytes // 3
+        assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+            "trying with forwards of 1024 tokens",
+            "trying with forwards of 512 tokens",
+        ]
+        assert np.array_equal(handle.encode(corpus), expected)
+        # What was prepared for larger forwards is cut anew.
+        assert np.array_equal(handle.start_encode(prepared).result()[0], expected)
+
+        handle.unload()
+        backend.room_bytes = 1000
+        with pytest.raises(OutOfMemory):
+            handle.reload()
+        assert not handle.loaded and handle.ok
+        backend.room_bytes = 1 << 62
+        handle.reload()
+        assert handle.max_batch_tokens == 2048 and np.array_equal(handle.encode(corpus), expected)

@@ -1,5 +1,6 @@
 """/create_embedding: what it accepts, what it answers, what it refuses and in which words."""
 
+import base64
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from serve.app import ServeConfig
-from tests.cpu.serve_engine import DIM, TinyEngine, expected_array, expected_vectors, make_app, running
+from serve.service import TextLimits
+from tests.cpu.serve_engine import DIM, NOT_FINITE, TinyEngine, expected_array, expected_vectors, make_app, running
 
 JSON_TYPE = "application/json; charset=utf-8"
 
@@ -187,6 +189,8 @@ def test_head_is_get_without_the_body(client: httpx.Client) -> None:
         ("/create_embedding", "GET, HEAD, OPTIONS, POST"),
         ("/health", "GET, HEAD, OPTIONS"),
         ("/", "GET, HEAD, OPTIONS"),
+        ("/health/ready", "GET, HEAD, OPTIONS"),
+        ("/metrics", "GET, HEAD, OPTIONS"),
     ],
 )
 def test_methods(client: httpx.Client, path: str, allow: str) -> None:
@@ -214,6 +218,78 @@ def test_concurrent_answers_equal_serial_ones(client: httpx.Client) -> None:
     serial = [embed(text) for text in texts]
     with ThreadPoolExecutor(16) as threads:
         assert list(threads.map(embed, texts)) == serial
+
+
+def test_base64(client: httpx.Client) -> None:
+    for texts in (["a"], [f"text {index}" for index in range(3000)]):
+        reply = client.post("/create_embedding", json={"texts": texts, "encoding_format": "base64"})
+        rows = [np.frombuffer(base64.b64decode(row, validate=True), "<f4") for row in embeddings(reply)]
+        assert np.array_equal(np.stack(rows), expected_array(texts))
+
+
+LONG = "x" * (TinyEngine.maxseq - 1)  # a token too many, with the two special ones
+FITTING = LONG[1:]
+
+
+def test_truncation_is_told(client: httpx.Client) -> None:
+    whole = client.post("/create_embedding", json={"texts": ["a", FITTING]}).json()
+    assert list(whole) == ["embeddings", "model", "dimension"]
+    cut = client.post("/create_embedding", json={"texts": ["a", LONG, "b", LONG]}).json()
+    assert list(cut) == ["embeddings", "model", "dimension", "truncated"]
+    assert cut["truncated"] == [1, 3]
+    assert cut["embeddings"] == expected_vectors(["a", FITTING, "b", FITTING])
+    got = client.get("/create_embedding", params={"text": LONG})
+    assert got.json()["truncated"] == [0] and embeddings(got) == expected_vectors([FITTING])
+
+
+def test_truncation_may_be_an_error(client: httpx.Client) -> None:
+    message = "texts[1]: 8193 tokens; at most 8192 are accepted, unless `truncate` is true"
+    for reply in (
+        client.post("/create_embedding", json={"texts": ["a", LONG], "truncate": False}),
+        client.get("/create_embedding", params={"text": LONG, "truncate": "false"}),
+    ):
+        assert reply.status_code == 400
+        assert error(reply) in (message, message.replace("[1]", "[0]"))
+    assert embeddings(client.post("/create_embedding", json={"text": FITTING, "truncate": False}))
+    with running(make_app(TinyEngine(), truncate=False)) as url, httpx.Client(base_url=url) as strict:
+        assert strict.post("/create_embedding", json={"text": LONG}).status_code == 400
+        assert strict.post("/create_embedding", json={"text": LONG, "truncate": True}).json()["truncated"] == [0]
+
+
+def test_bad_texts_do_not_lose_the_others(client: httpx.Client) -> None:
+    texts = ["a", None, LONG, 3, {"b": 1}, "", NOT_FINITE, ["c"], "d"]
+    body = {"texts": texts, "on_error": "null", "truncate": False}
+    reply = client.post("/create_embedding", json=body).json()
+    assert reply["errors"] == [
+        {"index": 1, "error": "expected a string, got null"},
+        {"index": 2, "error": "8193 tokens; at most 8192 are accepted, unless `truncate` is true"},
+        {"index": 3, "error": "expected a string, got int"},
+        {"index": 4, "error": "expected a string, got object"},
+        {"index": 6, "error": "not finite"},
+        {"index": 7, "error": "expected a string, got array"},
+    ]
+    for encoding_format in ("float", "base64"):
+        rows = embeddings(client.post("/create_embedding", json={**body, "encoding_format": encoding_format}))
+        assert [row is None for row in rows] == [index in (1, 2, 3, 4, 6, 7) for index in range(9)]
+    assert [row for row in reply["embeddings"] if row is not None] == expected_vectors(["a", "", "d"])
+    fine = client.post("/create_embedding", json={"texts": ["a"], "on_error": "null"}).json()
+    assert list(fine) == ["embeddings", "model", "dimension", "errors"] and fine["errors"] == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["a"] * 4, "texts: 4 of them, at most 3 are accepted"),
+        (["a", "x" * 11], "texts[1]: 11 characters, at most 10 are accepted"),
+        (["ä" * 11], "texts[0]: 11 characters, at most 10 are accepted"),
+    ],
+)
+def test_limits_have_names(texts: list[str], message: str) -> None:
+    app = make_app(TinyEngine(), texts=TextLimits(max_texts=3, max_chars=10))
+    with running(app) as url, httpx.Client(base_url=url) as client:
+        reply = client.post("/create_embedding", json={"texts": texts})
+        assert (reply.status_code, error(reply)) == (400, message)
+        assert embeddings(client.post("/create_embedding", json={"texts": ["ä" * 10] * 3}))
 
 
 TOKEN = "s3cret-ä"

@@ -1,6 +1,7 @@
 """The server as a process: where it listens and how it ends."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from serve.server import listen, serve, url_of
@@ -49,7 +51,13 @@ class ServerProcess:
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", serve_engine.__name__]
+    with started() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(**settings: float) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", serve_engine.__name__, json.dumps(settings)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:
@@ -97,6 +105,42 @@ def test_second_interrupt_does_not_wait(server: ServerProcess) -> None:
         server.process.send_signal(signal.SIGINT)
         server.process.communicate(timeout=30)
     assert server.process.returncode == 130
+
+
+def test_readiness_ends_before_connections_are_refused() -> None:
+    with started(shutdown_delay_s=1.5) as server:
+        assert httpx.get(f"{server.url}/health/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + 1.2
+        while (reply := httpx.get(f"{server.url}/health/ready")).status_code == 200:
+            assert time.monotonic() < deadline_s
+        assert (reply.status_code, reply.json()) == (503, {"status": "stopping"})
+        # Who has not seen it yet is answered all the same.
+        assert httpx.post(f"{server.url}/create_embedding", json={"text": "a"}).status_code == 200
+        assert httpx.get(f"{server.url}/health/live").status_code == 200
+        _, log = server.process.communicate(timeout=30)
+    assert (server.process.returncode, log) == (0, "")
+
+
+def test_an_interrupt_does_not_wait_for_balancers() -> None:
+    with started(shutdown_delay_s=1000) as server:
+        server.begin_to_stop(signal.SIGINT)
+        _, log = server.process.communicate(timeout=30)
+    assert (server.process.returncode, log) == (0, "")
+
+
+def test_the_drain_has_a_deadline() -> None:
+    with started(drain_s=1) as server, connect(server.url) as running, connect(server.url) as queued:
+        running.sendall(post_bytes(SLOW))
+        assert server.next_line() == "entered"
+        queued.sendall(post_bytes("queued"))
+        server.begin_to_stop(signal.SIGTERM)
+        start_s = time.monotonic()
+        server.process.wait(timeout=30)  # `communicate` would close the pipe that the forward waits at
+        assert time.monotonic() - start_s < 10 and server.process.stderr is not None
+        log = server.process.stderr.read()
+    assert "2 running task(s)" in log and "the device is still busy after 1 s" in log
+    assert server.process.returncode == 0
 
 
 def test_port_in_use() -> None:
