@@ -1,7 +1,7 @@
 """Text to token ids: tokenizer.json through the `tokenizers` library, with limits of our own."""
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,10 @@ from embed.config import read_json_object
 from embed.errors import RequestError, TokenizerError
 
 FILE_NAME = "tokenizer.json"
+
+# encode_batch_fast lets go of the GIL, and may not have it back at once: for a query of 15 us that took 100 us in a
+# busy server.
+_HOLD_GIL_CHARS = 500
 
 
 class Tokenizer:
@@ -67,14 +71,15 @@ class Tokenizer:
         if self._lowercase:
             texts = [text.lower() for text in texts]
         try:
-            # encode_batch_fast lets go of the GIL, which `encode` holds.
-            encodings = self._tokenizer.encode_batch_fast(texts)
+            if sum(map(len, texts)) <= _HOLD_GIL_CHARS:
+                encodings = [self._tokenizer.encode(text) for text in texts]
+            else:
+                encodings = self._tokenizer.encode_batch_fast(texts)
         except (TypeError, UnicodeError):
             raise RequestError(_explain_texts(texts)) from None
         whole = [encoding.ids for encoding in encodings]
         lists = [ids if len(ids) <= maxseq else [*ids[: maxseq - 1], ids[-1]] for ids in whole]
-        offsets = np.zeros(len(lists) + 1, np.int64)
-        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+        offsets = np.fromiter(accumulate(map(len, lists), initial=0), np.int64, len(lists) + 1)
         packed = np.fromiter(chain.from_iterable(lists), np.int32, int(offsets[-1]))
         return packed, offsets, [len(ids) for ids in whole]
 

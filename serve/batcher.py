@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 # When a device that was lost is taken again: at first at once, for most faults are of one forward.
 _FIRST_RETRY_S = 0.1
 _RETRY_S = 10.0
+
+_ZERO = np.zeros(1, np.int64)
 
 # How fast the measured speed of forwards follows new ones.
 _SPEED_WEIGHT = 0.2
@@ -181,12 +184,13 @@ class Batcher:
 
     def _prepare(self, pieces: list[Piece]) -> _Batch:
         batch = _Batch(pieces)
-        lengths = np.concatenate([np.diff(job.offsets[first : last + 1]) for job, first, last in pieces])
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        ids = [job.ids[job.offsets[first] : job.offsets[last]] for job, first, last in pieces]
+        offsets = [job.offsets[first : last + 1] for job, first, last in pieces]
+        ids = [job.ids[part[0] : part[-1]] for (job, _, _), part in zip(pieces, offsets, strict=True)]
+        ends = list(accumulate(map(len, ids)))
+        # Each piece's offsets, from where it begins among the ids of all.
+        shifted = [part[1:] + (end - part[-1]) for part, end in zip(offsets, ends, strict=True)]
         try:
-            batch.prepared = self.engine.prepare_ids(np.concatenate(ids), offsets)
+            batch.prepared = self.engine.prepare_ids(np.concatenate(ids), np.concatenate([_ZERO, *shifted]))
         except Exception as error:
             batch.error = embedding_failed(error)
         return batch
@@ -200,7 +204,7 @@ class Batcher:
         try:
             if not self._lease.loaded:
                 self._reload()
-            self._observe(busy=True)
+            self.status = replace(self.status, busy=True)
             batch.start_s = time.monotonic()
             batch.forward = self.engine.start_encode(batch.prepared, normalize=batch.pieces[0].job.normalize)
         except EngineError as error:

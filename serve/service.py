@@ -126,17 +126,17 @@ class EmbeddingService:
         self, request: Request, ids: NDArray[np.int32], offsets: NDArray[np.int64], normalize: bool
     ) -> Answer:
         reply = self._batcher.submit(ids, offsets, normalize=normalize)
+        departure: asyncio.Future[None] = request.scope["serve.departure"]
 
-        def on_departure(departure: asyncio.Task[None]) -> None:
-            if not reply.done() and not departure.cancelled():
-                reply.set_exception(departure.exception() or ClientDisconnect())
+        def on_departure(_: asyncio.Future[None]) -> None:
+            if not reply.done():
+                reply.set_exception(ClientDisconnect())
 
-        departure = asyncio.create_task(_departure(request))
         departure.add_done_callback(on_departure)
         try:
             answer = await reply
         finally:
-            departure.cancel()
+            departure.remove_done_callback(on_departure)
         record = record_of(request)
         record.queue_s, record.forward_s = answer.queue_s, answer.forward_s
         self._metrics.answer(answer.queue_s, answer.forward_s)
@@ -148,9 +148,3 @@ def _refuse(failures: Mapping[int, str], options: Options) -> None:
     if failures and not options.keep_going:
         index, reason = next(iter(failures.items()))
         raise HTTPException(400, f"texts[{index}]: {reason}")
-
-
-async def _departure(request: Request) -> None:
-    """Returns when the client has left; a body that nobody asked for is dropped on the way."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
