@@ -7,6 +7,7 @@ from typing import Any
 
 from embed.errors import ModelError
 from embed.models import BLOCK_PLAN, FAMILIES, Family
+from embed.relative_bias import MAX_DISTANCE
 
 MAX_HEAD_DIM = 256
 
@@ -17,6 +18,8 @@ _REQUIRED_VALUES = {
     "is_decoder": False,
     "add_cross_attention": False,
     "quantization_config": None,
+    # MPNet's code puts distances into 32 buckets, of however many its table has room for.
+    "relative_attention_num_buckets": 32,
 }
 
 # transformers' names of an activation. `gelu_python` is the same function, written out; every other gelu_* is not.
@@ -37,11 +40,18 @@ class ModelConfig:
     type_vocab_size: int
     pad_token_id: int
     layer_norm_eps: float
+    num_buckets: int = 0
+    """Of a relative bias, where the family has one."""
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def max_distance(self) -> int | None:
+        """What attention's bias reaches to; None without one."""
+        return MAX_DISTANCE if self.num_buckets else None
 
     @property
     def max_tokens(self) -> int:
@@ -85,6 +95,7 @@ def read_config(directory: Path) -> ModelConfig:
             raise ModelError(f"config.json: `{key}` is {config[key]!r}, only {required!r} is supported")
     keys.check_activation()
 
+    has_relative_bias = family.position_kind == "table_and_relative_bias"
     result = ModelConfig(
         family=family,
         hidden_size=keys.integer("hidden_size"),
@@ -96,6 +107,7 @@ def read_config(directory: Path) -> ModelConfig:
         type_vocab_size=keys.integer("type_vocab_size"),
         pad_token_id=keys.integer("pad_token_id", minimum=0),
         layer_norm_eps=keys.positive("layer_norm_eps"),
+        num_buckets=keys.integer("relative_attention_num_buckets") if has_relative_bias else 0,
     )
     if result.hidden_size % result.num_heads:
         raise ModelError(

@@ -43,7 +43,7 @@ class Operators:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.embed = EmbedLayerNorm(hidden, config.layer_norm_eps)
         self.qkv = Linear(hidden, 3 * hidden)
-        self.attention = Attention(config.num_heads, config.head_dim)
+        self.attention = Attention(config.num_heads, config.head_dim, max_distance=config.max_distance)
         self.attention_out = Linear(hidden, hidden, to_sum=True)
         self.up = Linear(hidden, inner, config.family.activation)
         self.down = Linear(inner, hidden, to_sum=True)
@@ -187,6 +187,7 @@ class Encoder:
         ]
         self.weights_bytes = sum(int(weight.nbytes) for weight in weights.values())
         """Size of the weights."""
+        self._relative_bias = (weights["relative_bias"],) if config.max_distance is not None else ()
         self._ops = Operators(config, backend.dtype)
         self._steps = steps
         self._heads: dict[tuple[PoolMode, ...], Head] = {}
@@ -341,7 +342,7 @@ class Encoder:
     def _attend(self, states: "States", w: Mapping[str, Any], work: Any, block_q: int, num_rows: Any) -> None:
         ops, run = self._ops, self._backend.run
         run(ops.qkv, states.qkv, states.hidden, w["qkv_weight"], w["qkv_bias"], num_rows)
-        run(ops.attention, states.context, states.qkv, work, block_q)
+        run(ops.attention, states.context, states.qkv, work, block_q, *self._relative_bias)
 
     def _feed_forward(self, states: "States", w: Mapping[str, Any], num_rows: Any) -> None:
         """From attention's context to the end of the layer."""

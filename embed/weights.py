@@ -11,9 +11,12 @@ from embed.checkpoint import Checkpoint
 from embed.config import ModelConfig
 from embed.errors import WeightsError
 from embed.models import Slot
+from embed.relative_bias import bias_table
 from embed.stored import FLOAT_TYPES, StoredTensor, quoted
 from gkd.backend import Backend
 from gkd.dtype import DType
+from gkd.ops import Cast
+from gkd.ops.contract import Array
 
 # What a LayerNorm's two tensors are called in files that were converted from TensorFlow's BERT.
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -110,6 +113,7 @@ def load_weights(
 ) -> dict[str, Any]:
     """The backend's tensors by name: matrices in the precision of the computation, vectors in its accumulators'.
 
+    A relative bias is made what attention adds to its scores: float32, for each distance.
     `advance` is told the bytes of each weight in the file as it is done.
     """
     weights: dict[str, Any] = {}
@@ -120,7 +124,17 @@ def load_weights(
         parts = [(FLOAT_TYPES[source.dtype], checkpoint.view(source)) for source in weight.sources]
         if not parts:  # of a slot without tensors
             parts = [(DType.F32, np.zeros(weight.shape, np.float32))]
-        weights[weight.name] = backend.weight(target, weight.shape, parts)
+        shape = weight.shape
+        if weight.name == "relative_bias":
+            table = bias_table(_widened(*parts[0]))
+            target, shape, parts = backend.dtype.accumulator, table.shape, [(DType.F32, table)]
+        weights[weight.name] = backend.weight(target, shape, parts)
         advance(sum(source.num_bytes for source in weight.sources))
     backend.finish_loading()
     return weights
+
+
+def _widened(stored: DType, values: Array) -> Array:
+    out = np.empty(values.shape, np.float32)
+    Cast(stored, DType.F32).reference(out, values)
+    return out

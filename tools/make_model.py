@@ -37,7 +37,7 @@ from tools.model_directory import (
 )
 from tools.weights_file import Tensor, write_weights
 
-Family = Literal["bert", "camembert", "distilbert", "roberta", "xlm-roberta"]
+Family = Literal["bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"]
 DType = Literal["f32", "f16", "bf16"]
 Pooling = Literal["cls", "mean"]
 
@@ -55,6 +55,9 @@ TOKENIZER_FILES = (
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # The first ids of CamemBERT's vocabularies; those with NOTUSED are what is left of fairseq's own.
 CAMEMBERT_SPECIAL_TOKENS = ("<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>")
+# RoBERTa's before BERT's vocabulary, whose own unknown token is the one in use.
+MPNET_SPECIAL_TOKENS = (*XLMR_SPECIAL_TOKENS, "[UNK]")
+MPNET_NUM_BUCKETS = 32
 CONFIG_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 PIECE_VALUES = 1 << 22  # values drawn at a time: bounds the memory that a model of any size takes
 
@@ -143,6 +146,12 @@ BERT_LAYER = LayerNames(
     down="output.dense",
     down_norm="output.LayerNorm",
 )
+MPNET_LAYER = replace(
+    BERT_LAYER,
+    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    attention_out="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+)
 DISTILBERT_LAYER = LayerNames(
     prefix="transformer.layer",
     qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
@@ -157,6 +166,7 @@ ARCHITECTURES: dict[Family, str] = {
     "bert": "BertModel",
     "camembert": "CamembertModel",
     "distilbert": "DistilBertModel",
+    "mpnet": "MPNetModel",
     "roberta": "RobertaModel",
     "xlm-roberta": "XLMRobertaModel",
 }
@@ -193,6 +203,9 @@ def model_config(spec: ModelSpec) -> dict[str, Any]:
     }
     if spec.family == "bert":
         return common | {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0}
+    if spec.family == "mpnet":
+        own = {"layer_norm_eps": 1e-5, "relative_attention_num_buckets": MPNET_NUM_BUCKETS}
+        return common | own | {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
     bos, eos = (CAMEMBERT_SPECIAL_TOKENS.index(t) for t in ("<s>", "</s>")) if spec.family == "camembert" else (0, 2)
     return common | {
         "type_vocab_size": 1,
@@ -207,13 +220,14 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shapes by transformers' names, without the prefix."""
     config = model_config(spec)
     hidden, ffn = spec.hidden_size, spec.intermediate_size
-    distilbert = spec.family == "distilbert"
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], hidden),
         "embeddings.position_embeddings.weight": (spec.max_positions, hidden),
     }
-    if not distilbert:
+    if spec.family not in ("distilbert", "mpnet"):
         shapes["embeddings.token_type_embeddings.weight"] = (config["type_vocab_size"], hidden)
+    if spec.family == "mpnet":
+        shapes["encoder.relative_attention_bias.weight"] = (MPNET_NUM_BUCKETS, spec.num_heads)
 
     def add_linear(name: str, num_out: int, num_in: int) -> None:
         shapes[f"{name}.weight"] = (num_out, num_in)
@@ -223,7 +237,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (hidden,)
 
     add_layer_norm("embeddings.LayerNorm")
-    names = DISTILBERT_LAYER if distilbert else BERT_LAYER
+    names = {"distilbert": DISTILBERT_LAYER, "mpnet": MPNET_LAYER}.get(spec.family, BERT_LAYER)
     for layer_idx in range(spec.num_layers):
         layer = f"{names.prefix}.{layer_idx}"
         for projection in names.qkv:
@@ -233,7 +247,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         add_linear(f"{layer}.{names.up}", ffn, hidden)
         add_linear(f"{layer}.{names.down}", hidden, ffn)
         add_layer_norm(f"{layer}.{names.down_norm}")
-    if not distilbert:
+    if spec.family != "distilbert":
         add_linear("pooler.dense", hidden, hidden)
     return shapes
 
@@ -266,6 +280,8 @@ def distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 0.0, 0.05
     if "embeddings" in name:
         return 0.0, 0.02
+    if "relative_attention_bias" in name:
+        return 0.0, 1.0  # as large as scores are
     return 0.0, shape[1] ** -0.5  # a linear map keeps the variance of what goes in
 
 
@@ -327,21 +343,27 @@ def corpus_pieces(
     ]
 
 
-def build_wordpiece(directory: Path, num_ids: int, max_seqlen: int) -> None:
+def wordpiece(special_tokens: Sequence[str], num_ids: int, last: Sequence[str] = ()) -> Tokenizer:
+    """Of num_ids pieces in lower case: first `special_tokens`, one of which is [UNK], and at the end `last`."""
     normalizer = normalizers.BertNormalizer(lowercase=True)
     splitter = pre_tokenizers.BertPreTokenizer()
     pieces = [piece for piece, _ in corpus_pieces(normalizer, splitter, continuation="##")]
-    tokens = [*BERT_SPECIAL_TOKENS, *pieces][:num_ids]
+    tokens = [*[*special_tokens, *pieces][: num_ids - len(last)], *last]
     tokenizer = Tokenizer(models.WordPiece({token: idx for idx, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.add_special_tokens(list(BERT_SPECIAL_TOKENS))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def build_wordpiece(directory: Path, num_ids: int, max_seqlen: int) -> None:
+    tokenizer = wordpiece(BERT_SPECIAL_TOKENS, num_ids)
+    tokenizer.add_special_tokens(list(BERT_SPECIAL_TOKENS))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(token, tokens.index(token)) for token in ("[CLS]", "[SEP]")],
+        special_tokens=[(token, BERT_SPECIAL_TOKENS.index(token)) for token in ("[CLS]", "[SEP]")],
     )
-    tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(directory / "tokenizer.json"))
     write_json(
         directory / "tokenizer_config.json",
@@ -356,6 +378,11 @@ def build_wordpiece(directory: Path, num_ids: int, max_seqlen: int) -> None:
             "model_max_length": max_seqlen,
         },
     )
+
+
+def build_mpnet(directory: Path, num_ids: int, max_seqlen: int) -> None:
+    tokenizer = wordpiece(MPNET_SPECIAL_TOKENS, num_ids, [XLMR_MASK_TOKEN])
+    write_roberta_kind(directory, tokenizer, MPNET_SPECIAL_TOKENS, "MPNetTokenizer", max_seqlen)
 
 
 def build_unigram(directory: Path, num_ids: int, max_seqlen: int) -> None:
@@ -413,7 +440,7 @@ def write_roberta_kind(
     tokenizer.add_special_tokens(list(special_tokens))
     tokenizer.add_special_tokens([AddedToken(XLMR_MASK_TOKEN, lstrip=True)])
     bos, eos = ((token, special_tokens.index(token)) for token in ("<s>", "</s>"))
-    if tokenizer_class == "RobertaTokenizer":
+    if tokenizer_class in ("RobertaTokenizer", "MPNetTokenizer"):
         tokenizer.post_processor = processors.RobertaProcessing(eos, bos, add_prefix_space=False)
     else:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -429,7 +456,7 @@ def write_roberta_kind(
             "eos_token": "</s>",
             "sep_token": "</s>",
             "pad_token": "<pad>",
-            "unk_token": "<unk>",
+            "unk_token": "[UNK]" if "[UNK]" in special_tokens else "<unk>",
             "mask_token": XLMR_MASK_TOKEN,
             "model_max_length": max_seqlen,
         },
@@ -440,6 +467,7 @@ BUILDERS: dict[Family, Callable[[Path, int, int], None]] = {
     "bert": build_wordpiece,
     "camembert": build_camembert,
     "distilbert": build_wordpiece,
+    "mpnet": build_mpnet,
     "roberta": build_byte_level,
     "xlm-roberta": build_unigram,
 }

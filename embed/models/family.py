@@ -16,7 +16,9 @@ NormPlace = Literal["post"]
 # gelu: the exact one, x * Phi(x).
 Activation = Literal["gelu"]
 # table: a row of a table is added to each token's embedding.
-PositionKind = Literal["table"]
+# table_and_relative_bias: that, and in every layer attention adds to a score a bias for its head and the distance from
+# query to key, which the weight `relative_bias` holds in T5's buckets.
+PositionKind = Literal["table", "table_and_relative_bias"]
 # text: every token attends to every token of its text.
 AttentionWindow = Literal["text"]
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ SIZES: dict[Family, dict[str, Any]] = {
     "bert": {**_BERT_SIZES, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
     "camembert": {**_ROBERTA, "bos_token_id": 5, "eos_token_id": 6},
     "distilbert": {"dim": 48, "n_layers": 2, "n_heads": 3, "hidden_dim": 80},
+    "mpnet": {**_BERT_SIZES, "layer_norm_eps": 1e-5},
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
@@ -120,9 +121,11 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def vectors(directory: Path) -> NDArray[np.float32]:
+def vectors(
+    directory: Path, texts: Sequence[str] = ("one text", "and another, a little longer one", "")
+) -> NDArray[np.float32]:
     with Embed.open(directory, pool="mean") as engine:
-        return engine.encode(["one text", "and another, a little longer one", ""])
+        return engine.encode([*texts])
 
 
 def test_every_family_is_here() -> None:
@@ -225,6 +228,17 @@ def test_keys_that_change_nothing_in_distilbert(distilbert: Path, corpus: list[s
     assert np.array_equal(vectors(distilbert), expected)
 
 
+@pytest.mark.parametrize("written", ["mpnet"], indirect=True)
+def test_mpnet_s_padding_id_is_1_whatever_its_config_says(written: Written, tmp_path: Path, corpus: list[str]) -> None:
+    texts = [text for text in corpus if "<pad>" in text]
+    before, expected = reference(written.bare, texts, 128), vectors(written.bare, texts)
+    directory = Path(shutil.copytree(written.bare, tmp_path / "model"))
+    edit(directory / "config.json", pad_token_id=0, relative_attention_num_buckets=None)
+    after = reference(directory, texts, 128)
+    assert before[0] == after[0] and np.array_equal(before[1], after[1]), "it changes something in transformers"
+    assert np.array_equal(vectors(directory, texts), expected)
+
+
 @pytest.mark.parametrize("field", BLOCK_PLAN)
 def test_a_block_plan_that_is_not_implemented_is_refused_by_name(
     written: Written, monkeypatch: pytest.MonkeyPatch, field: str
@@ -247,7 +261,7 @@ def test_made_models_have_transformers_names_and_shapes(family: Family) -> None:
     assert type(model).__name__ == model_config(spec)["architectures"][0]
 
 
-@pytest.mark.parametrize("family", ["camembert", "distilbert", "roberta"])
+@pytest.mark.parametrize("family", ["camembert", "distilbert", "mpnet", "roberta"])
 def test_made_models_open_in_sentence_transformers(family: Family, corpus: list[str], tmp_path: Path) -> None:
     spec = ModelSpec(family, hidden_size=32, num_heads=2, intermediate_size=48, max_positions=MAX_POSITIONS)
     make_model(tmp_path / "model", spec)

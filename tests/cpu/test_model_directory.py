@@ -58,13 +58,14 @@ def vectors(directory: Path, **options: Any) -> Any:
 CONFIG_REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "gpt2"},
-        "config.json: `model_type` is 'gpt2'.*known: bert, camembert, distilbert, roberta, xlm-roberta",
+        "config.json: `model_type` is 'gpt2'.*known: bert, camembert, distilbert, mpnet, roberta, xlm-roberta",
     ),
     ({"model_type": 3}, "`model_type` is 3"),
     ({"hidden_act": "gelu_new"}, "`hidden_act` is 'gelu_new', only 'gelu'"),
     ({"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
     ({"is_decoder": True}, "`is_decoder`"),
     ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
+    ({"relative_attention_num_buckets": 64}, "`relative_attention_num_buckets` is 64, only 32 is supported"),
     ({"num_hidden_layers": None}, "`num_hidden_layers` is None, expected an integer"),
     ({"hidden_size": "32"}, "`hidden_size` is '32'"),
     ({"num_attention_heads": True}, "`num_attention_heads` is True"),

@@ -21,6 +21,8 @@ RANDOM = {
     "xlmr-32": ModelSpec("xlm-roberta", num_layers=2, hidden_size=96, num_heads=3, prefix="roberta."),
     "xlmr-64": ModelSpec("xlm-roberta", num_layers=3, hidden_size=128, num_heads=2, pooling="cls", dtype="f16"),
     "xlmr-80": ModelSpec("xlm-roberta", num_layers=2, hidden_size=160, num_heads=2, max_positions=130),
+    # Texts far longer than the distances that its bias tells apart, and a bias in 16 bits.
+    "mpnet-64": ModelSpec("mpnet", hidden_size=128, num_heads=2, dtype="bf16", prefix="mpnet."),
 }
 
 

@@ -33,6 +33,7 @@ MODELS = {
     "bert-32": ModelSpec("bert", num_layers=2, hidden_size=128, num_heads=4, intermediate_size=320),
     "bert-80": ModelSpec("bert", num_layers=2, hidden_size=240, num_heads=3, intermediate_size=500, pooling="cls"),
     "xlmr-64": ModelSpec("xlm-roberta", num_layers=3, hidden_size=128, num_heads=2, pooling="cls", dtype="f16"),
+    "mpnet-64": ModelSpec("mpnet", num_layers=2, hidden_size=128, num_heads=2, intermediate_size=320, dtype="bf16"),
     "minilm-geometry": replace(PRESETS["minilm"], vocab_size=2000),
     "bge-m3-geometry": replace(PRESETS["bge-m3"], vocab_size=2000, num_layers=4),
 }
