@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from embed.batch import batches, check_ids
+from embed.batch import batches, check_ids, in_order
 from embed.checkpoint import Checkpoint, weights_path
-from embed.dense import load_dense, plan_dense, plan_head
+from embed.cross_encoder import ScoreActivation, scores_of
+from embed.dense import classifier_tensors, load_dense, plan_classifier, plan_dense, plan_head
 from embed.encoder import Encoder, Head, Operators, token_operators
 from embed.errors import ClosedError, ModelError, NonFiniteError, RequestError
 from embed.hub import resolve
@@ -92,7 +94,11 @@ class Embed:
                 backend,
                 backend_of,
                 pipeline,
-                Tokenizer(pipeline.directory, lowercase=pipeline.lowercase),
+                Tokenizer(
+                    pipeline.directory,
+                    lowercase=pipeline.lowercase,
+                    pairs=pipeline.score_activation is not None,
+                ),
             )
             if maxseq is not None:
                 engine.set_maxseq(maxseq)
@@ -140,13 +146,18 @@ class Embed:
         return self._open_engine.pipeline.config.num_layers
 
     @property
+    def score_activation(self) -> ScoreActivation | None:
+        """Of a cross-encoder, which has `rerank`: what makes a score of a logit; None: a model that has `encode`."""
+        return self._open_engine.pipeline.score_activation
+
+    @property
     def dim(self) -> int:
-        """Elements of a vector."""
+        """Elements of a vector; 1, the score, of a cross-encoder."""
         return self._open_engine.dim
 
     @property
     def maxseq(self) -> int:
-        """Most tokens of one text, special tokens included."""
+        """Most tokens of one text, of a cross-encoder of a pair of texts, special tokens included."""
         return self._open_engine.maxseq
 
     @property
@@ -232,10 +243,13 @@ class Embed:
     def set_pooling(self, mode: PoolMode, normalize: bool) -> None:
         """Pooling of all calls that begin from now on; a forward that is running is not touched.
 
-        Raises ModelError for a mode that is not known, or that what comes behind the pooling does not take.
+        Raises ModelError for a mode that is not known, or that what comes behind the pooling does not take, and of a
+        cross-encoder, whose head is over the first token.
         """
         _check_pool_mode(mode)
         engine = self._open_engine
+        if engine.pipeline.score_activation is not None:
+            raise ModelError(f"{engine.name} is a cross-encoder: it has no pooling to set")
         engine.pipeline.dim((mode,))
         engine.pooling = Pooling((mode,), normalize)
 
@@ -337,6 +351,17 @@ class Embed:
         """
         return self._open_engine.encode_ids(ids, offsets, out, normalize, num_prompt_tokens)
 
+    def rerank(self, query: str, texts: Sequence[str], *, raw_scores: bool = False) -> NDArray[np.float32]:
+        """Scores (num_texts,) of texts for a query, in their order, by a cross-encoder; a higher one is a better text.
+
+        They are what sentence-transformers' CrossEncoder predicts, by the model's own activation; with `raw_scores`
+        they are logits. A pair of more than `maxseq` tokens loses the ends of its texts, the longer one's first. The
+        model's default prompt, if it has one, stands before the query. A score that is not finite in f16 or bf16 is
+        computed again in f32, as `encode` does. Raises RequestError, also of a model that gives vectors,
+        NonFiniteError, ClosedError.
+        """
+        return self._open_engine.rerank(query, texts, raw_scores)
+
     def unload(self) -> None:
         """Gives weights, workspace and device back; settings and tokenizer stay. Idempotent."""
         self._open_engine.unload()
@@ -373,6 +398,25 @@ def _choose_backend(gpu: int, precision: DType) -> BackendOf:
     if precision is not DType.F32:
         raise DeviceError(f"dtype {precision.value} cannot be used: the CPU backend computes in f32, and {reason}")
     return lambda _: CpuBackend()
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """The packed, checked tokens of the texts, or pairs of texts, of a call."""
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    token_type_ids: NDArray[np.int32] | None = None
+    """None: all of them 0."""
+    num_prompt_tokens: int = 0
+    order: NDArray[np.int64] | None = None
+    """Which text of the call each of them is, where they stand in another order."""
+
+    def alone(self, text: int) -> "_Texts":
+        """One of them."""
+        start, end = self.offsets[text : text + 2]
+        types = None if self.token_type_ids is None else self.token_type_ids[start:end]
+        return _Texts(self.ids[start:end], np.array([0, end - start]), types, self.num_prompt_tokens)
 
 
 class _Engine:
@@ -487,6 +531,7 @@ class _Engine:
         normalize: bool | None,
         num_prompt_tokens: int | None,
     ) -> NDArray[np.float32]:
+        self._check_gives_vectors()
         check_ids(ids, offsets, self.pipeline.config)
         if num_prompt_tokens is None:
             num_prompt_tokens = self.count_prompt_tokens(self.default_prompt)
@@ -502,19 +547,47 @@ class _Engine:
             )
         whole_dim = self.pipeline.dim(pooling.modes)
         vectors = out if whole_dim == self.dim else np.empty((len(out), whole_dim), np.float32)
+        self._compute(vectors, _Texts(ids, offsets, num_prompt_tokens=num_prompt_tokens), pooling)
+        if vectors is not out:
+            out[:] = self._cut(vectors, normalize)
+        return out
+
+    def rerank(self, query: str, texts: Sequence[str], raw_scores: bool) -> NDArray[np.float32]:
+        activation = self.pipeline.score_activation
+        if activation is None:
+            raise RequestError(f"{self.name} gives vectors and is no cross-encoder: encode(texts) computes them")
+        if isinstance(texts, str):
+            raise RequestError("texts: expected a list of strings, got one string")
+        ids, token_type_ids, offsets = self.tokenizer.encode_pairs(query, texts, self.maxseq, self.default_prompt)
+        # Of forwards of pairs of like lengths, those of short ones take attention's small blocks.
+        order = np.argsort(-np.diff(offsets), kind="stable")
+        tokens, offsets = in_order(order, offsets)
+        pairs = _Texts(ids[tokens], offsets, token_type_ids[tokens], order=order)
+        check_ids(pairs.ids, pairs.offsets, self.pipeline.config, pairs.token_type_ids)
+        logits = np.empty((len(texts), 1), np.float32)
+        self._compute(logits, pairs, self.pooling)
+        scores = np.empty(len(texts), np.float32)
+        scores[order] = logits[:, 0]
+        return scores if raw_scores else scores_of(scores, activation)
+
+    def _check_gives_vectors(self) -> None:
+        if self.pipeline.score_activation is not None:
+            raise RequestError(
+                f"{self.name} is a cross-encoder and gives no vectors: rerank(query, texts) scores texts for a query"
+            )
+
+    def _compute(self, out: NDArray[np.float32], texts: "_Texts", pooling: Pooling) -> None:
+        """Vectors, or logits, (num_texts, width): all of them finite, or NonFiniteError."""
 
         def forward() -> None:
             try:
-                self._forward(vectors, ids, offsets, pooling, num_prompt_tokens)
-                self._recompute(vectors, ids, offsets, pooling, num_prompt_tokens)
+                self._forward(out, texts, pooling)
+                self._recompute(out, texts, pooling)
             except DriverError as error:
                 self._drop_exact(error)
                 raise
 
         self.backend.call(forward)
-        if vectors is not out:
-            out[:] = self._cut(vectors, normalize)
-        return out
 
     def _cut(self, vectors: NDArray[np.float32], normalize: bool | None) -> NDArray[np.float32]:
         """The elements that the model's authors keep; normalized again only where that was asked for, and not because
@@ -532,6 +605,7 @@ class _Engine:
         num_prompt_tokens: int,
         outputs: frozenset[Output],
     ) -> Embeddings:
+        self._check_gives_vectors()
         for name in sorted(outputs - {"dense"}):
             if name not in OUTPUTS:
                 raise RequestError(f"outputs: {name!r} is not one of {', '.join(OUTPUTS)}")
@@ -568,50 +642,45 @@ class _Engine:
         self.backend.call(forward)
         return Embeddings(self._cut(dense, normalize) if "dense" in outputs else None, sparse, colbert)
 
-    def _forward(
-        self,
-        out: NDArray[np.float32],
-        ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        pooling: Pooling,
-        num_prompt_tokens: int,
-    ) -> None:
+    def _forward(self, out: NDArray[np.float32], texts: "_Texts", pooling: Pooling) -> None:
         encoder, config = self._encoder, self.pipeline.config
         if encoder is None or self.backend.faulted:
             raise ClosedError("the weights are unloaded: reload() brings them back")
-        for batch in batches(ids, offsets, config, self._max_tokens, EM_BATCH_MAX, num_prompt_tokens):
+        for batch in batches(
+            texts.ids,
+            texts.offsets,
+            config,
+            self._max_tokens,
+            EM_BATCH_MAX,
+            texts.num_prompt_tokens,
+            texts.token_type_ids,
+        ):
             encoder.forward(out[batch.first : batch.last], batch, pooling)
 
-    def _recompute(
-        self,
-        out: NDArray[np.float32],
-        ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        pooling: Pooling,
-        num_prompt_tokens: int,
-    ) -> None:
+    def _recompute(self, out: NDArray[np.float32], texts: "_Texts", pooling: Pooling) -> None:
         """Computes every vector that is not finite again in f32, each text alone; NonFiniteError where that fails."""
         finite = np.isfinite(out)
         if finite.all():
             return
+        what = "vector" if self.pipeline.score_activation is None else "score"
         for text in np.flatnonzero(~finite.all(axis=1)):
-            problem, precision = f"texts[{text}]: the model gives a vector that is not finite", self.dtype.value
+            number, precision = text if texts.order is None else texts.order[text], self.dtype.value
+            problem = f"texts[{number}]: the model gives a {what} that is not finite"
             if self.dtype is DType.F32:
                 raise NonFiniteError(problem)
             try:
                 exact = self._exact or self._load_exact()
             except (ModelError, CompileError, OutOfMemory) as error:
                 raise NonFiniteError(f"{problem} in {precision}, and cannot be loaded in f32: {error}") from error
-            row, start, end = out[text : text + 1], offsets[text], offsets[text + 1]
-            alone = (row, ids[start:end], np.array([0, end - start]), pooling, num_prompt_tokens)
-            exact.backend.call(partial(exact._forward, *alone))
+            row = out[text : text + 1]
+            exact.backend.call(partial(exact._forward, row, texts.alone(int(text)), pooling))
             if not np.isfinite(row).all():
                 raise NonFiniteError(f"{problem}, neither in {precision} nor in f32")
             self.recomputed += 1
             if self.recomputed == 1:
                 remedy = "--dtype bf16 or f32" if self.dtype is DType.F16 else "--dtype f32"
                 logger.warning(
-                    f"{self.name}: the range of {precision} is too small for this model: a text whose vector is not "
+                    f"{self.name}: the range of {precision} is too small for this model: a text whose {what} is not "
                     f"finite is computed again in f32, by itself, with a second copy of the weights; {remedy} avoids it"
                 )
 
@@ -659,11 +728,14 @@ class _Engine:
             return
         config = self.pipeline.config
         checkpoint = Checkpoint(weights_path(self.pipeline.directory), keep=self.backend.keeps_mapping)
-        plan = plan_weights(config, checkpoint)
-        dense = {
-            f"dense.{index}": plan_dense(module.directory, module.in_features, module.out_features, module.bias)
-            for index, module in enumerate(step for step in self.pipeline.steps if isinstance(step, DenseModule))
-        }
+        modules = [step for step in self.pipeline.steps if isinstance(step, DenseModule)]
+        if self.pipeline.score_activation is None:
+            layers = [plan_dense(m.directory, m.in_features, m.out_features, m.bias) for m in modules]
+            plan = plan_weights(config, checkpoint)
+        else:
+            layers = [plan_classifier(checkpoint, m.name, m.in_features, m.out_features) for m in modules]
+            plan = plan_weights(config, checkpoint, {name for m in modules for name in classifier_tensors(m.name)})
+        dense = {f"dense.{index}": layer for index, layer in enumerate(layers)}
         heads = {name: plan_head(file, config.hidden_size) for name, file in self.pipeline.heads.items()}
         modes = self.pooling.modes
         total = sum(source.num_bytes for weight in plan for source in weight.sources)
