@@ -21,6 +21,8 @@ class Batch:
     """(num_tokens,)"""
     position_ids: NDArray[np.int32]
     """(num_tokens,)"""
+    token_type_ids: NDArray[np.int32]
+    """(num_tokens,)"""
     cu_seqlens: NDArray[np.int32]
     """(last - first + 1,), from 0 to num_tokens."""
     num_prompt_tokens: int = 0
@@ -32,7 +34,12 @@ class Batch:
         return int(np.diff(self.cu_seqlens).max())
 
 
-def check_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64], config: ModelConfig) -> None:
+def check_ids(
+    ids: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    config: ModelConfig,
+    token_type_ids: NDArray[np.int32] | None = None,
+) -> None:
     """Raises RequestError unless the packed ids can be embedded: the device indexes tables with them."""
     if ids.ndim != 1 or offsets.ndim != 1 or ids.dtype.kind != "i" or offsets.dtype.kind != "i":
         raise RequestError("ids and offsets: expected one-dimensional integer arrays")
@@ -47,6 +54,11 @@ def check_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64], config: ModelC
     if not _within(ids, 0, config.vocab_size - 1):
         wrong = int(np.flatnonzero((ids < 0) | (ids >= config.vocab_size))[0])
         raise RequestError(f"ids[{wrong}]: {ids[wrong]} is not an id of a vocabulary of {config.vocab_size}")
+    if token_type_ids is not None and not _within(token_type_ids, 0, config.type_vocab_size - 1):
+        wrong = int(np.flatnonzero((token_type_ids < 0) | (token_type_ids >= config.type_vocab_size))[0])
+        raise RequestError(
+            f"token_type_ids[{wrong}]: {token_type_ids[wrong]} is not one of the model's {config.type_vocab_size} types"
+        )
 
 
 def _within(values: NDArray[Any], least: int, most: int) -> bool:
@@ -60,20 +72,23 @@ def batches(
     max_tokens: int,
     max_texts: int,
     num_prompt_tokens: int = 0,
+    token_type_ids: NDArray[np.int32] | None = None,
 ) -> Iterator[Batch]:
     """Splits checked texts, in order, into forwards of at most `max_tokens` tokens and `max_texts` texts.
 
-    A text of more than `max_tokens` tokens is a forward by itself.
+    A text of more than `max_tokens` tokens is a forward by itself. Without `token_type_ids` every token has type 0.
     """
+    if token_type_ids is None:
+        token_type_ids = np.zeros(len(ids), np.int32)
     num_texts = len(offsets) - 1
     if num_texts > 0 and offsets[-1] <= max_tokens and num_texts <= max_texts:
-        yield _batch(ids, offsets, config, 0, num_texts, num_prompt_tokens)
+        yield _batch(ids, offsets, config, 0, num_texts, num_prompt_tokens, token_type_ids)
         return
     first = 0
     while first < num_texts:
         fitting = int(np.searchsorted(offsets, offsets[first] + max_tokens, side="right")) - 1
         last = max(first + 1, min(fitting, first + max_texts))
-        yield _batch(ids, offsets, config, first, last, num_prompt_tokens)
+        yield _batch(ids, offsets, config, first, last, num_prompt_tokens, token_type_ids)
         first = last
 
 
@@ -84,11 +99,20 @@ def _batch(
     first: int,
     last: int,
     num_prompt_tokens: int,
+    token_type_ids: NDArray[np.int32],
 ) -> Batch:
     start, end = offsets[first], offsets[last]
     input_ids = np.ascontiguousarray(ids[start:end], np.int32)
     cu_seqlens = (offsets[first : last + 1] - start).astype(np.int32)
-    return Batch(first, last, input_ids, position_ids(input_ids, cu_seqlens, config), cu_seqlens, num_prompt_tokens)
+    return Batch(
+        first,
+        last,
+        input_ids,
+        position_ids(input_ids, cu_seqlens, config),
+        token_type_ids[start:end],
+        cu_seqlens,
+        num_prompt_tokens,
+    )
 
 
 def position_ids(input_ids: NDArray[np.int32], cu_seqlens: NDArray[np.int32], config: ModelConfig) -> NDArray[np.int32]:

@@ -1,4 +1,5 @@
-"""Linear layers beside the encoder, whose weights lie in files of their own: Dense modules, and heads of tokens."""
+"""Linear layers beside the encoder: Dense modules and heads of tokens, whose weights lie in files of their own, and the
+head of a cross-encoder, whose weights lie among the encoder's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from embed.checkpoint import Checkpoint, weights_path
+from embed.cross_encoder import ENCODER_ADVICE
 from embed.errors import WeightsError
 from embed.stored import FLOAT_TYPES
 from gkd.backend import Backend
@@ -36,12 +38,32 @@ def plan_head(path: Path, in_features: int) -> DenseWeights:
     return _read(path, ("weight", "bias"), (None, in_features))
 
 
+def plan_classifier(checkpoint: Checkpoint, name: str, in_features: int, out_features: int) -> DenseWeights:
+    """Of a layer of a cross-encoder's head; WeightsError as of a Dense module's."""
+    for tensor in classifier_tensors(name):
+        if tensor not in checkpoint.tensors:
+            raise WeightsError(
+                f"{checkpoint.name}: tensor `{tensor}` is missing, of the head that config.json's `architectures` "
+                f"name; {ENCODER_ADVICE}"
+            )
+    return _match(checkpoint, checkpoint.name, classifier_tensors(name), (out_features, in_features))
+
+
+def classifier_tensors(name: str) -> tuple[str, str]:
+    """Names of the tensors of a layer of a cross-encoder's head."""
+    return f"{name}.weight", f"{name}.bias"
+
+
 def _read(path: Path, names: tuple[str, ...], shape: tuple[int | None, int]) -> DenseWeights:
     checkpoint = Checkpoint(path, keep=False)
     shown = f"{path.parent.name}/{path.name}"
     for name in checkpoint.tensors:
         if name not in names:
             raise WeightsError(f"{shown}: tensor `{name}` is not part of a linear layer, which has {', '.join(names)}")
+    return _match(checkpoint, shown, names, shape)
+
+
+def _match(checkpoint: Checkpoint, shown: str, names: tuple[str, ...], shape: tuple[int | None, int]) -> DenseWeights:
     arrays: list[tuple[DType, Array]] = []
     for name in names:
         tensor = checkpoint.tensors.get(name)

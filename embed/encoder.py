@@ -109,7 +109,7 @@ class Capacity:
     def inputs(self, backend: Backend, packed: Any) -> "Inputs":
         """What `pack` has packed, as tensors of a backend."""
         tokens, texts = (self.num_tokens,), self.num_texts
-        shapes = ((1,), (1,), (texts + 1,), tokens, tokens, (self.num_items, 3), (texts, 3), (texts,))
+        shapes = ((1,), (1,), (texts + 1,), *[tokens] * 3, (self.num_items, 3), (texts, 3), (texts,))
         views = (backend.view(packed, shape, part.start) for shape, part in zip(shapes, _layout(self), strict=True))
         return Inputs(*views)
 
@@ -124,6 +124,7 @@ class Capacity:
         parts.cu_seqlens[num_texts + 1 :] = num_tokens
         parts.input_ids[:num_tokens] = batch.input_ids
         parts.position_ids[:num_tokens] = batch.position_ids
+        parts.token_type_ids[:num_tokens] = batch.token_type_ids
         work = attention_work(cu_seqlens, self.block_q)
         parts.work[: work.size] = work.reshape(-1)
         parts.first_work[0 : 3 * num_texts : 3] = cu_seqlens[:-1]
@@ -143,6 +144,7 @@ class Inputs:
     cu_seqlens: Any
     input_ids: Any
     position_ids: Any
+    token_type_ids: Any
     work: Any
     """Of attention: every query of every text."""
     first_work: Any
@@ -155,7 +157,7 @@ class Inputs:
 def _layout(capacity: Capacity) -> tuple[slice, ...]:
     """Where the inputs lie."""
     tokens, texts = capacity.num_tokens, capacity.num_texts
-    sizes = (1, 1, texts + 1, tokens, tokens, 3 * capacity.num_items, 3 * texts, texts)
+    sizes = (1, 1, texts + 1, *[tokens] * 3, 3 * capacity.num_items, 3 * texts, texts)
     ends = list(accumulate(sizes))
     return tuple(slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
@@ -296,6 +298,7 @@ class Encoder:
             states.residual,
             inputs.input_ids,
             inputs.position_ids,
+            inputs.token_type_ids,
             *tables,
             *norm,
             num_tokens,

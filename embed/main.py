@@ -1,5 +1,5 @@
-"""The command line: `embed text` prints vectors, `embed serve` answers over HTTP, `embed verify` compares vectors with
-recorded ones, `embed doctor` says what there is to compute with.
+"""The command line: `embed text` prints vectors, `embed rerank` scores texts for a query, `embed serve` answers over
+HTTP, `embed verify` compares vectors with recorded ones, `embed doctor` says what there is to compute with.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a failure, in one line that
 says what to do, 2 a command line that cannot be understood.
@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import orjson
 from tqdm import tqdm
 
@@ -87,19 +88,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--refresh", action="store_true", help="ask the model hub whether there is a newer version")
     model.add_argument(
-        "--maxseq", type=_positive_int, metavar="N", help="most tokens of a text; longer ones keep their head"
+        "--maxseq",
+        type=_positive_int,
+        metavar="N",
+        help="most tokens of a text, or of a query and a text; longer ones are cut off",
     )
-    model.add_argument("--pool", choices=POOL_MODES, help="pooling, instead of what the model's files say")
-    model.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
     model.add_argument(
         "--gpu", type=int, default=-1, metavar="N", help="CUDA ordinal; -1, the default, is the best device"
     )
     model.add_argument("--dtype", choices=("f32", "f16", "bf16"), default="f32", help="precision of the computation")
 
-    parser = argparse.ArgumentParser(prog="embed", description="Text to vectors.", allow_abbrev=False)
+    vectors = argparse.ArgumentParser(add_help=False, parents=[model])
+    vectors.add_argument("--pool", choices=POOL_MODES, help="pooling, instead of what the model's files say")
+    vectors.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
+
+    parser = argparse.ArgumentParser(
+        prog="embed", description="Text to vectors, and scores of texts for a query.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    text = commands.add_parser("text", parents=[model], allow_abbrev=False, help="print the vector of each text")
+    text = commands.add_parser("text", parents=[vectors], allow_abbrev=False, help="print the vector of each text")
     text.add_argument(
         "texts", nargs="+", metavar="text", help="a text; a single - reads one text a line from standard input"
     )
@@ -115,7 +123,22 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--json", action="store_true", help="a JSON object a line instead of comma-separated numbers")
     text.set_defaults(command=_text)
 
-    serve = commands.add_parser("serve", parents=[model], allow_abbrev=False, help="answer over HTTP")
+    rerank = commands.add_parser(
+        "rerank",
+        parents=[model],
+        allow_abbrev=False,
+        help="print texts by a cross-encoder's score for a query, best first",
+        description="Prints score, index and text of each text, best first, between tabs.",
+    )
+    rerank.add_argument("query", help="what the texts are scored for")
+    rerank.add_argument(
+        "texts", nargs="*", metavar="text", help="a text; with none, or a single -, one a line from standard input"
+    )
+    rerank.add_argument("--raw-scores", action="store_true", help="logits, without the model's activation")
+    rerank.add_argument("--json", action="store_true", help="a JSON object a line instead of tabs")
+    rerank.set_defaults(command=_rerank, pool=None, no_normalize=False)
+
+    serve = commands.add_parser("serve", parents=[vectors], allow_abbrev=False, help="answer over HTTP")
     serve.add_argument(
         "--addr",
         type=_address,
@@ -169,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(command=_serve)
 
     verify = commands.add_parser(
-        "verify", parents=[model], allow_abbrev=False, help="compare the vectors of a corpus with recorded ones"
+        "verify", parents=[vectors], allow_abbrev=False, help="compare the vectors of a corpus with recorded ones"
     )
     verify.add_argument(
         "--reference", type=Path, metavar="FILE", help="the recorded vectors; by default the model's in the user's data"
@@ -222,8 +245,11 @@ def _token(value: str) -> str:
     return value
 
 
-def _open(arguments: argparse.Namespace) -> Embed:
-    """Loads the model with a progress bar on a terminal, and says on standard error what was loaded."""
+def _open(arguments: argparse.Namespace, *, cross_encoder: bool = False) -> Embed:
+    """Loads the model with a progress bar on a terminal, and says on standard error what was loaded.
+
+    CommandError for a model of the other kind than the command is for.
+    """
     start_s = time.perf_counter()
     with tqdm(
         desc="loading", unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty(), file=sys.stderr
@@ -244,11 +270,15 @@ def _open(arguments: argparse.Namespace) -> Embed:
             progress=show,
         )
     load_s = time.perf_counter() - start_s
-    pooling = engine.pooling
+    if (engine.score_activation is not None) is not cross_encoder:
+        with engine:
+            raise CommandError(
+                f"{engine.name} gives vectors and is no cross-encoder: `embed text` prints them"
+                if cross_encoder
+                else f"{engine.name} is a cross-encoder and gives no vectors: `embed rerank` scores texts for a query"
+            )
     _note(
-        f"{engine.name}: {engine.family}, {engine.num_layers} layers, {engine.dim} wide, "
-        f"{'+'.join(pooling.modes)} pooling{' (assumed)' if engine.pooling_assumed else ''}, "
-        f"{'normalized' if pooling.normalize else 'not normalized'}, at most {engine.maxseq} tokens"
+        f"{engine.name}: {engine.family}, {engine.num_layers} layers, {_result(engine)}, at most {engine.maxseq} tokens"
     )
     _note(
         f"{engine.name}: {_computation(engine)} on {engine.backend} ({engine.device_name}), "
@@ -256,10 +286,22 @@ def _open(arguments: argparse.Namespace) -> Embed:
         f"loaded in {load_s:.2f} s"
     )
     if engine.pooling_assumed:
-        _note(f"modules.json: not found; {'+'.join(pooling.modes)} pooling is assumed, --pool says otherwise")
+        modes = "+".join(engine.pooling.modes)
+        _note(f"modules.json: not found; {modes} pooling is assumed, --pool says otherwise")
     if arguments.maxseq is not None and engine.maxseq < arguments.maxseq:
         _note(f"--maxseq {arguments.maxseq}: clamped to {engine.maxseq}, the model's position table")
     return engine
+
+
+def _result(engine: Embed) -> str:
+    """What an engine gives."""
+    if engine.score_activation is not None:
+        return f"cross-encoder, {engine.score_activation} of its logit"
+    pooling = engine.pooling
+    return (
+        f"{engine.dim} wide, {'+'.join(pooling.modes)} pooling{' (assumed)' if engine.pooling_assumed else ''}, "
+        f"{'normalized' if pooling.normalize else 'not normalized'}"
+    )
 
 
 def _computation(engine: Embed) -> str:
@@ -290,6 +332,20 @@ def _text(arguments: argparse.Namespace) -> None:
                 line = b'{"text":%b,"embedding":%b}' % (orjson.dumps(text), row) if arguments.json else row[1:-1]
                 sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _rerank(arguments: argparse.Namespace) -> None:
+    with _open(arguments, cross_encoder=True) as engine:
+        texts = list(_lines()) if arguments.texts in ([], ["-"]) else arguments.texts
+        scores = engine.rerank(arguments.query, texts, raw_scores=arguments.raw_scores)
+    for index in np.argsort(-scores, kind="stable").tolist():
+        score, text = orjson.dumps(scores[index], option=orjson.OPT_SERIALIZE_NUMPY), texts[index]
+        if arguments.json:
+            line = b'{"index":%d,"score":%b,"text":%b}' % (index, score, orjson.dumps(text))
+        else:
+            line = b"%b\t%d\t%b" % (score, index, " ".join(text.splitlines()).encode())
+        sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def _print_outputs(texts: list[str], embeddings: Embeddings) -> None:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from embed.batch import Batch, batches, check_ids
 from embed.checkpoint import Checkpoint, weights_path
-from embed.dense import load_dense, plan_dense, plan_head
+from embed.cross_encoder import ScoreActivation, scores_of
+from embed.dense import classifier_tensors, load_dense, plan_classifier, plan_dense, plan_head
 from embed.encoder import Encoder, Head, Operators, token_operators
 from embed.errors import ClosedError, ModelError, NonFiniteError, RequestError
 from embed.hub import resolve
@@ -96,7 +97,11 @@ class Embed:
                 backend,
                 backend_of,
                 pipeline,
-                Tokenizer(pipeline.directory, lowercase=pipeline.lowercase),
+                Tokenizer(
+                    pipeline.directory,
+                    lowercase=pipeline.lowercase,
+                    pairs=pipeline.score_activation is not None,
+                ),
             )
             if maxseq is not None:
                 engine.set_maxseq(maxseq)
@@ -144,13 +149,18 @@ class Embed:
         return self._open_engine.pipeline.config.num_layers
 
     @property
+    def score_activation(self) -> ScoreActivation | None:
+        """Of a cross-encoder, which has `rerank`: what makes a score of a logit; None: a model that has `encode`."""
+        return self._open_engine.pipeline.score_activation
+
+    @property
     def dim(self) -> int:
-        """Elements of a vector."""
+        """Elements of a vector; 1, the score, of a cross-encoder."""
         return self._open_engine.dim
 
     @property
     def maxseq(self) -> int:
-        """Most tokens of one text, special tokens included."""
+        """Most tokens of one text, of a cross-encoder of a pair of texts, special tokens included."""
         return self._open_engine.maxseq
 
     @property
@@ -241,10 +251,13 @@ class Embed:
     def set_pooling(self, mode: PoolMode, normalize: bool) -> None:
         """Pooling of all calls that begin from now on; a forward that is running is not touched.
 
-        Raises ModelError for a mode that is not known, or that what comes behind the pooling does not take.
+        Raises ModelError for a mode that is not known, or that what comes behind the pooling does not take, and of a
+        cross-encoder, whose head is over the first token.
         """
         _check_pool_mode(mode)
         engine = self._open_engine
+        if engine.pipeline.score_activation is not None:
+            raise ModelError(f"{engine.name} is a cross-encoder: it has no pooling to set")
         engine.pipeline.dim((mode,))
         engine.pooling = Pooling((mode,), normalize)
 
@@ -380,6 +393,17 @@ class Embed:
         """
         return self._open_engine.start_encode(prepared, normalize)
 
+    def rerank(self, query: str, texts: Sequence[str], *, raw_scores: bool = False) -> NDArray[np.float32]:
+        """Scores (num_texts,) of texts for a query, in their order, by a cross-encoder; a higher one is a better text.
+
+        They are what sentence-transformers' CrossEncoder predicts, by the model's own activation; with `raw_scores`
+        they are logits. A pair of more than `maxseq` tokens loses the ends of its texts, the longer one's first. The
+        model's default prompt, if it has one, stands before the query. A score that is not finite in f16 or bf16 is
+        computed again in f32, as `encode` does. Raises RequestError, also of a model that gives vectors,
+        NonFiniteError, ClosedError.
+        """
+        return self._open_engine.rerank(query, texts, raw_scores)
+
     def unload(self) -> None:
         """Gives weights, workspace and device back; settings and tokenizer stay. Idempotent."""
         self._open_engine.unload()
@@ -395,6 +419,8 @@ class PreparedIds:
 
     ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
+    token_type_ids: NDArray[np.int32] | None
+    """None: all of them 0."""
     num_prompt_tokens: int
     batches: Sequence[Batch]
     max_tokens: int
@@ -403,6 +429,11 @@ class PreparedIds:
     @property
     def num_texts(self) -> int:
         return len(self.offsets) - 1
+
+
+def _raise_first(failures: Mapping[int, NonFiniteError]) -> None:
+    for text, error in failures.items():
+        raise NonFiniteError(f"texts[{text}]: {error}") from error.__cause__
 
 
 def _check_pool_mode(mode: str | None) -> None:
@@ -560,20 +591,47 @@ class _Engine:
                 f"out: expected a contiguous float32 array of shape {shape}, got {out.dtype} {out.shape}"
             )
         vectors, failures = self.start_encode(prepared, normalize, out).result()
-        for text, error in failures.items():
-            raise NonFiniteError(f"texts[{text}]: {error}") from error.__cause__
+        _raise_first(failures)
         return vectors
+
+    def rerank(self, query: str, texts: Sequence[str], raw_scores: bool) -> NDArray[np.float32]:
+        activation = self.pipeline.score_activation
+        if activation is None:
+            raise RequestError(f"{self.name} gives vectors and is no cross-encoder: encode(texts) computes them")
+        if isinstance(texts, str):
+            raise RequestError("texts: expected a list of strings, got one string")
+        ids, token_type_ids, offsets = self.tokenizer.encode_pairs(query, texts, self.maxseq, self.default_prompt)
+        prepared = self._prepare(ids, offsets, token_type_ids=token_type_ids)
+        logits, failures = self.start_encode(prepared, None).result()
+        _raise_first(failures)
+        scores = logits[:, 0]
+        return scores if raw_scores else scores_of(scores, activation)
+
+    def _check_gives_vectors(self) -> None:
+        if self.pipeline.score_activation is not None:
+            raise RequestError(
+                f"{self.name} is a cross-encoder and gives no vectors: rerank(query, texts) scores texts for a query"
+            )
 
     def prepare_ids(
         self, ids: NDArray[np.int32], offsets: NDArray[np.int64], num_prompt_tokens: int | None
     ) -> PreparedIds:
-        config = self.pipeline.config
-        check_ids(ids, offsets, config)
+        self._check_gives_vectors()
         if num_prompt_tokens is None:
             num_prompt_tokens = self.count_prompt_tokens(self.default_prompt)
-        max_tokens = self.max_tokens
-        packed = tuple(batches(ids, offsets, config, max_tokens, EM_BATCH_MAX, num_prompt_tokens))
-        return PreparedIds(ids, offsets, num_prompt_tokens, packed, max_tokens)
+        return self._prepare(ids, offsets, num_prompt_tokens)
+
+    def _prepare(
+        self,
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        num_prompt_tokens: int = 0,
+        token_type_ids: NDArray[np.int32] | None = None,
+    ) -> PreparedIds:
+        config, max_tokens = self.pipeline.config, self.max_tokens
+        check_ids(ids, offsets, config, token_type_ids)
+        packed = batches(ids, offsets, config, max_tokens, EM_BATCH_MAX, num_prompt_tokens, token_type_ids)
+        return PreparedIds(ids, offsets, token_type_ids, num_prompt_tokens, tuple(packed), max_tokens)
 
     def start_encode(
         self, prepared: PreparedIds, normalize: bool | None, out: NDArray[np.float32] | None = None
@@ -617,6 +675,7 @@ class _Engine:
         num_prompt_tokens: int,
         outputs: frozenset[Output],
     ) -> Embeddings:
+        self._check_gives_vectors()
         for name in sorted(outputs - {"dense"}):
             if name not in OUTPUTS:
                 raise RequestError(f"outputs: {name!r} is not one of {', '.join(OUTPUTS)}")
@@ -658,7 +717,9 @@ class _Engine:
         if encoder is None or self.backend.faulted:
             raise ClosedError("the weights are unloaded: reload() brings them back")
         if prepared.max_tokens > self.max_tokens:  # a reload has found less memory since
-            prepared = self.prepare_ids(prepared.ids, prepared.offsets, prepared.num_prompt_tokens)
+            prepared = self._prepare(
+                prepared.ids, prepared.offsets, prepared.num_prompt_tokens, prepared.token_type_ids
+            )
         for batch in prepared.batches:
             encoder.forward(out[batch.first : batch.last], batch, pooling)
 
@@ -670,7 +731,8 @@ class _Engine:
         finite = np.isfinite(out)
         if finite.all():
             return failures
-        problem, precision = "the model gives a vector that is not finite", self.dtype.value
+        what = "vector" if self.pipeline.score_activation is None else "score"
+        problem, precision = f"the model gives a {what} that is not finite", self.dtype.value
         for text in np.flatnonzero(~finite.all(axis=1)).tolist():
             if self.dtype is DType.F32:
                 failures[text] = NonFiniteError(problem)
@@ -682,8 +744,9 @@ class _Engine:
                 failures[text].__cause__ = error
                 continue
             row, [start, end] = out[text : text + 1], prepared.offsets[text : text + 2]
+            types = None if prepared.token_type_ids is None else prepared.token_type_ids[start:end]
             ids, offsets = prepared.ids[start:end], np.array([0, end - start])
-            alone = exact.prepare_ids(ids, offsets, prepared.num_prompt_tokens)
+            alone = exact._prepare(ids, offsets, prepared.num_prompt_tokens, types)
             exact.backend.call(partial(exact._forward, row, alone, pooling))
             if not np.isfinite(row).all():
                 failures[text] = NonFiniteError(f"{problem}, neither in {precision} nor in f32")
@@ -692,7 +755,7 @@ class _Engine:
             if self.recomputed == 1:
                 remedy = "--dtype bf16 or f32" if self.dtype is DType.F16 else "--dtype f32"
                 logger.warning(
-                    f"{self.name}: the range of {precision} is too small for this model: a text whose vector is not "
+                    f"{self.name}: the range of {precision} is too small for this model: a text whose {what} is not "
                     f"finite is computed again in f32, by itself, with a second copy of the weights; {remedy} avoids it"
                 )
         return failures
@@ -753,11 +816,14 @@ class _Engine:
     def _load_for(self, max_tokens: int, progress: Progress | None) -> None:
         config = self.pipeline.config
         checkpoint = Checkpoint(weights_path(self.pipeline.directory), keep=self.backend.keeps_mapping)
-        plan = plan_weights(config, checkpoint)
-        dense = {
-            f"dense.{index}": plan_dense(module.directory, module.in_features, module.out_features, module.bias)
-            for index, module in enumerate(step for step in self.pipeline.steps if isinstance(step, DenseModule))
-        }
+        modules = [step for step in self.pipeline.steps if isinstance(step, DenseModule)]
+        if self.pipeline.score_activation is None:
+            layers = [plan_dense(m.directory, m.in_features, m.out_features, m.bias) for m in modules]
+            plan = plan_weights(config, checkpoint)
+        else:
+            layers = [plan_classifier(checkpoint, m.name, m.in_features, m.out_features) for m in modules]
+            plan = plan_weights(config, checkpoint, {name for m in modules for name in classifier_tensors(m.name)})
+        dense = {f"dense.{index}": layer for index, layer in enumerate(layers)}
         heads = {name: plan_head(file, config.hidden_size) for name, file in self.pipeline.heads.items()}
         modes = self.pooling.modes
         total = sum(source.num_bytes for weight in plan for source in weight.sources)

@@ -1,4 +1,5 @@
-"""The sentence-transformers files of a model directory: pooling, what comes after it, prompts and limits.
+"""The sentence-transformers files of a model directory: pooling, what comes after it, prompts and limits; and what a
+cross-encoder has, with such files or without.
 
 What is not implemented is refused by name: a module that is skipped gives a wrong vector.
 """
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from embed.config import ModelConfig, read_config, read_json, read_json_object
+from embed.cross_encoder import ENCODER_ADVICE, ScoreActivation, check_labels, is_classifier, read_activation
 from embed.errors import ModelError
+from embed.models import FAMILIES
 from gkd.ops.dense import DenseActivation
 from gkd.ops.pool import POOL_MODES, PoolMode
 
@@ -35,6 +38,7 @@ _DEFAULT_ACTIVATION = "torch.nn.modules.activation.Tanh"
 # transformers writes 1e30 where a tokenizer has no limit.
 _NO_LIMIT = 1_000_000
 
+_LIBRARY_CONFIG = "config_sentence_transformers.json"
 # Names of the Transformer module's own file, in the order in which sentence-transformers looks for them.
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
@@ -62,6 +66,8 @@ class DenseModule:
     out_features: int
     activation: DenseActivation
     bias: bool
+    name: str = "linear"
+    """Of its tensors. Those of a cross-encoder's head lie in the encoder's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,8 @@ class Pipeline:
     """How the model's authors compare vectors."""
     heads: Mapping[str, Path]
     """Files of the heads of tokens that there are, `sparse` and `colbert`, as BGE-M3 has them."""
+    score_activation: ScoreActivation | None = None
+    """Of a cross-encoder, whose steps are its head; None: a model that gives vectors."""
 
     def dim(self, modes: tuple[PoolMode, ...]) -> int:
         """Elements of a vector before it is truncated. ModelError where the steps do not take what is pooled."""
@@ -125,13 +133,24 @@ def read_pipeline(directory: Path, pool: PoolMode | None = None, normalize: bool
     """The pipeline of a model directory; `pool` and `normalize` overrule its files.
 
     Without modules.json a family's convention is assumed and normalised; a family that has none is refused until
-    `pool` is given.
+    `pool` is given. A classifier without modules.json is a cross-encoder, unless `pool` is given.
     """
+    library_config = _read_library_config(directory)
+    if (directory / "modules.json").exists():
+        is_cross_encoder = library_config.get("model_type") == "CrossEncoder"
+    else:
+        is_cross_encoder = pool is None and is_classifier(read_json_object(directory / "config.json"))
+    if is_cross_encoder:
+        if pool is not None or normalize is not None:
+            raise ModelError("a cross-encoder scores texts for a query: it has no pooling and no normalisation to set")
+        return _read_cross_encoder(directory, library_config)
+
     steps: list[Step] = []
     pooled = True
     modules_path = directory / "modules.json"
     if modules_path.exists():
         modules = _read_modules(modules_path)
+        _check_types(modules)
         transformer = _inside(directory, modules[0][1])
         modes, pooled = _read_pooling(_inside(directory, modules[1][1]) / "config.json")
         steps = [_read_step(name, _inside(directory, path)) for name, path in modules[2:] if name != "Dropout"]
@@ -155,7 +174,7 @@ def read_pipeline(directory: Path, pool: PoolMode | None = None, normalize: bool
         assumed = pool is None
     if normalize is not None:
         normalized = normalize
-    prompts, truncate_dim, similarity = _read_library_config(directory / "config_sentence_transformers.json", pooled)
+    prompts, truncate_dim, similarity = _read_vector_settings(library_config, pooled)
     maxseq, lowercase = _read_limits(transformer, config)
     pooling = Pooling(modes, normalized)
     pipeline = Pipeline(
@@ -173,10 +192,75 @@ def read_pipeline(directory: Path, pool: PoolMode | None = None, normalize: bool
     )
     dim = pipeline.dim(modes)
     if truncate_dim is not None and truncate_dim > dim:
-        raise ModelError(
-            f"config_sentence_transformers.json: `truncate_dim` is {truncate_dim}, the vectors have {dim} elements"
-        )
+        raise ModelError(f"{_LIBRARY_CONFIG}: `truncate_dim` is {truncate_dim}, the vectors have {dim} elements")
     return pipeline
+
+
+def _read_cross_encoder(directory: Path, library_config: dict[str, Any]) -> Pipeline:
+    """Of a directory that transformers has written, or sentence-transformers' CrossEncoder, which adds modules.json."""
+    transformer = directory
+    modules_path = directory / "modules.json"
+    if modules_path.exists():
+        modules = _read_modules(modules_path)
+        if [name for name, _ in modules] != ["Transformer"]:
+            raise ModelError(
+                f"{modules_path.name}: the modules {_enumerate_types(modules)} are not supported; "
+                "expected of a cross-encoder a Transformer alone"
+            )
+        transformer = _inside(directory, modules[0][1])
+        _check_classification(transformer)
+    else:
+        library_config = {}  # sentence-transformers does not read it then
+    config = read_config(transformer)
+    own = read_json_object(transformer / "config.json")
+    if not is_classifier(own) or not config.family.classifier:
+        raise ModelError(
+            f"config.json: `architectures` is {own.get('architectures')!r}, which is not a cross-encoder that is "
+            f"supported; expected one that ends in ForSequenceClassification, of {_enumerate_classifiers()}; "
+            f"{ENCODER_ADVICE}"
+        )
+    check_labels(own)
+    *inner, last = config.family.classifier
+    width = config.hidden_size
+    steps = (
+        *(DenseModule(transformer, width, width, layer.activation, bias=True, name=layer.name) for layer in inner),
+        DenseModule(transformer, width, 1, last.activation, bias=True, name=last.name),
+    )
+    maxseq, lowercase = _read_limits(transformer, config)
+    return Pipeline(
+        transformer,
+        config,
+        Pooling(("cls",), normalize=False),
+        assumed=False,
+        maxseq=maxseq,
+        lowercase=lowercase,
+        steps=steps,
+        prompts=_read_prompts(library_config, pooled=True),
+        truncate_dim=None,
+        similarity="cosine",
+        heads={},
+        score_activation=read_activation(own, library_config),
+    )
+
+
+def _enumerate_classifiers() -> str:
+    return ", ".join(sorted(name for name, family in FAMILIES.items() if family.classifier))
+
+
+def _check_classification(directory: Path) -> None:
+    """The settings of a cross-encoder's Transformer: it takes two texts, untouched, and gives its logits."""
+    path = _transformer_config(directory)
+    settings = read_json_object(path) if path is not None else {}
+    logits = {"text": {"method": "forward", "method_output_name": "logits"}}
+    for key, default, expected in (
+        ("transformer_task", "feature-extraction", "sequence-classification"),
+        ("modality_config", logits, logits),
+        ("processing_kwargs", {}, {}),
+    ):
+        value = settings.get(key, default)
+        if value != expected:
+            shown = path.name if path is not None else _TRANSFORMER_CONFIGS[0]
+            raise ModelError(f"{shown}: `{key}` is {value!r}, only {expected!r} is supported in a cross-encoder")
 
 
 def _find_heads(directory: Path) -> dict[str, Path]:
@@ -189,44 +273,59 @@ def _find_heads(directory: Path) -> dict[str, Path]:
     return found
 
 
-def _read_library_config(path: Path, pooled: bool) -> tuple[Prompts, int | None, Similarity]:
+def _read_library_config(directory: Path) -> dict[str, Any]:
+    path = directory / _LIBRARY_CONFIG
+    return read_json_object(path) if path.exists() else {}
+
+
+def _read_vector_settings(config: dict[str, Any], pooled: bool) -> tuple[Prompts, int | None, Similarity]:
     """Prompts, truncation and similarity."""
-    config = read_json_object(path) if path.exists() else {}
     kind = config.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
-        raise ModelError(f"{path.name}: `model_type` is {kind!r}, which is not supported yet")
-    texts = config.get("prompts") or {}
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise ModelError(f"{path.name}: `prompts` is {texts!r}, expected texts by name")
-    default = config.get("default_prompt_name")
-    if default is not None and default not in texts:
-        known = ", ".join(texts) or "none"
-        raise ModelError(f"{path.name}: `default_prompt_name` is {default!r}; known prompts: {known}")
+        raise ModelError(f"{_LIBRARY_CONFIG}: `model_type` is {kind!r}, which is not supported yet")
+    prompts = _read_prompts(config, pooled)
     truncate_dim = config.get("truncate_dim")
     if truncate_dim is not None and (type(truncate_dim) is not int or truncate_dim < 1):
-        raise ModelError(f"{path.name}: `truncate_dim` is {truncate_dim!r}, expected a positive integer")
+        raise ModelError(f"{_LIBRARY_CONFIG}: `truncate_dim` is {truncate_dim!r}, expected a positive integer")
     similarity = config.get("similarity_fn_name") or "cosine"
     if similarity not in _SIMILARITIES:
         raise ModelError(
-            f"{path.name}: `similarity_fn_name` is {similarity!r}, expected one of {', '.join(SIMILARITIES)}"
+            f"{_LIBRARY_CONFIG}: `similarity_fn_name` is {similarity!r}, expected one of {', '.join(SIMILARITIES)}"
         )
-    return Prompts(texts, default, pooled), truncate_dim, _SIMILARITIES[similarity]
+    return prompts, truncate_dim, _SIMILARITIES[similarity]
+
+
+def _read_prompts(config: dict[str, Any], pooled: bool) -> Prompts:
+    texts = config.get("prompts") or {}
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ModelError(f"{_LIBRARY_CONFIG}: `prompts` is {texts!r}, expected texts by name")
+    default = config.get("default_prompt_name")
+    if default is not None and default not in texts:
+        known = ", ".join(texts) or "none"
+        raise ModelError(f"{_LIBRARY_CONFIG}: `default_prompt_name` is {default!r}; known prompts: {known}")
+    return Prompts(texts, default, pooled)
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """(type, path) of each module: Transformer, Pooling, and then any of Dense, Normalize and Dropout."""
+    """(type, path) of each module."""
     modules = read_json(path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelError(f"{path.name}: expected a list of JSON objects")
     # The package path of a type changed in sentence-transformers 5.4; its last name did not.
-    listed = [(str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
-    types = [name for name, _ in listed]
+    return [(str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
+
+
+def _check_types(modules: list[tuple[str, str]]) -> None:
+    types = [name for name, _ in modules]
     if types[:2] != ["Transformer", "Pooling"] or not {*types[2:]} <= {"Dense", "Normalize", "Dropout"}:
         raise ModelError(
-            f"{path.name}: the modules {', '.join(types) or '(none)'} are not supported; "
+            f"modules.json: the modules {_enumerate_types(modules)} are not supported; "
             "expected Transformer and Pooling, and then only Dense, Normalize and Dropout"
         )
-    return listed
+
+
+def _enumerate_types(modules: list[tuple[str, str]]) -> str:
+    return ", ".join(name for name, _ in modules) or "(none)"
 
 
 def _read_step(name: str, directory: Path) -> Step:
@@ -276,6 +375,10 @@ def _read_pooling(path: Path) -> tuple[tuple[PoolMode, ...], bool]:
     return modes, bool(config.get("include_prompt", True))
 
 
+def _transformer_config(directory: Path) -> Path | None:
+    return next((directory / name for name in _TRANSFORMER_CONFIGS if (directory / name).exists()), None)
+
+
 def _read_limits(directory: Path, config: ModelConfig) -> tuple[int, bool]:
     """Most tokens of a text, and whether it is put into lower case.
 
@@ -283,7 +386,7 @@ def _read_limits(directory: Path, config: ModelConfig) -> tuple[int, bool]:
     """
     limit: Any = None
     lowercase = False
-    path = next((directory / name for name in _TRANSFORMER_CONFIGS if (directory / name).exists()), None)
+    path = _transformer_config(directory)
     if path is not None:
         settings = read_json_object(path)
         lowercase = bool(settings.get("do_lower_case"))

@@ -1,8 +1,10 @@
 """Text to token ids: tokenizer.json through the `tokenizers` library, with limits of our own."""
 
-from collections.abc import Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -17,12 +19,48 @@ FILE_NAME = "tokenizer.json"
 # busy server.
 _HOLD_GIL_CHARS = 500
 
+# transformers' tokenizers that give token types where tokenizer_config.json does not list the model's inputs; without a
+# name it is the model's own, and those of the other families have one type.
+_WITH_TOKEN_TYPES = (None, "BertTokenizer", "BertTokenizerFast")
+
+
+@dataclass(frozen=True, slots=True)
+class _PairTemplate:
+    """What stands around the two texts of a pair."""
+
+    ids: tuple[list[int], list[int], list[int]]
+    """Special tokens before the first text, between the two, and after the second."""
+    types: tuple[list[int], list[int], list[int]]
+    """Their token types."""
+    text_types: tuple[int, int]
+
+    @property
+    def num_specials(self) -> int:
+        return sum(map(len, self.ids))
+
+    def fill(self, first: list[int], second: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
+        """Ids and token types of a pair, cut off as `longest_first` of `tokenizers` does: the longer text first, and
+        once both are of one length the two in turn."""
+        room = max_tokens - self.num_specials
+        if len(first) + len(second) > room:
+            shorter = min(len(first), len(second), room // 2)
+            longer = room - shorter
+            first, second = (
+                (first[:shorter], second[:longer]) if len(first) <= len(second) else (first[:longer], second[:shorter])
+            )
+        before, between, after = self.ids
+        ids = [*before, *first, *between, *second, *after]
+        before, between, after = self.types
+        of_first, of_second = self.text_types
+        return ids, [*before, *[of_first] * len(first), *between, *[of_second] * len(second), *after]
+
 
 class Tokenizer:
     """The tokenizer of a model directory. Read-only after load: any thread may use it."""
 
-    def __init__(self, directory: Path, *, lowercase: bool = False) -> None:
-        """`lowercase` puts texts into lower case first, as `do_lower_case` of sentence-transformers does."""
+    def __init__(self, directory: Path, *, lowercase: bool = False, pairs: bool = False) -> None:
+        """`lowercase` puts texts into lower case first, as `do_lower_case` of sentence-transformers does; with `pairs`
+        it is for pairs of texts."""
         self._lowercase = lowercase
         path = directory / FILE_NAME
         if not path.exists():
@@ -35,7 +73,10 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._specials = self._read_specials()
-        self._named_ids = self._read_named_ids(directory / "tokenizer_config.json")
+        config_path = directory / "tokenizer_config.json"
+        config = read_json_object(config_path) if config_path.exists() else {}
+        self._named_ids = self._read_named_ids(config)
+        self._pair = self._read_pair_template(config) if pairs else None
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -44,8 +85,8 @@ class Tokenizer:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens of an empty text: the special ones."""
-        return len(self._specials)
+        """Tokens of an empty text, or of a pair of them: the special ones."""
+        return len(self._specials) if self._pair is None else self._pair.num_specials
 
     def encode_batch(
         self, texts: Sequence[str], maxseq: int, prompt: str = ""
@@ -62,31 +103,47 @@ class Tokenizer:
         self, texts: Sequence[str], maxseq: int, prompt: str = ""
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[int]]:
         """The same, and how many tokens each text had before it lost its end."""
+        encoded = self._encode(texts, "texts[{}]", prompt)
+        lists = [ids if len(ids) <= maxseq else [*ids[: maxseq - 1], ids[-1]] for ids in encoded]
+        return _packed(lists), _offsets(lists), [len(ids) for ids in encoded]
+
+    def encode_pairs(
+        self, query: str, texts: Sequence[str], maxseq: int, prompt: str = ""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+        """Packed ids and token types of the pairs of the query, `prompt` before it, with each text, (num_tokens,) both,
+        and the offset of each pair, (num_texts + 1,).
+
+        A pair over `maxseq` tokens is cut off as transformers does by `longest_first`. Raises RequestError as
+        `encode_batch`, also for the query.
+        """
+        assert self._pair is not None, "the tokenizer was not opened for pairs"
+        [first] = self._encode([query], "query", prompt, specials=False)
+        seconds = self._encode(texts, "texts[{}]", specials=False)
+        pairs = [self._pair.fill(first, second, maxseq) for second in seconds]
+        ids = [ids for ids, _ in pairs]
+        return _packed(ids), _packed(types for _, types in pairs), _offsets(ids)
+
+    def _encode(self, texts: Sequence[str], name: str, prompt: str = "", specials: bool = True) -> list[list[int]]:
+        """The ids of each text, with the special tokens or without; `name` is that of an item in messages."""
         for index, text in enumerate(texts):
             # The library would take a pair of strings, too, and make one text of it.
             if not isinstance(text, str):
-                raise RequestError(f"texts[{index}]: expected a string, got {type(text).__name__}")
+                raise RequestError(f"{name.format(index)}: expected a string, got {type(text).__name__}")
         if prompt:
             texts = [prompt + text for text in texts]
         if self._lowercase:
             texts = [text.lower() for text in texts]
         try:
             if sum(map(len, texts)) <= _HOLD_GIL_CHARS:
-                encodings = [self._tokenizer.encode(text) for text in texts]
+                encodings = [self._tokenizer.encode(text, add_special_tokens=specials) for text in texts]
             else:
-                encodings = self._tokenizer.encode_batch_fast(texts)
+                encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=specials)
         except (TypeError, UnicodeError):
-            raise RequestError(_explain_texts(texts)) from None
-        whole = [encoding.ids for encoding in encodings]
-        lists = [ids if len(ids) <= maxseq else [*ids[: maxseq - 1], ids[-1]] for ids in whole]
-        offsets = np.fromiter(accumulate(map(len, lists), initial=0), np.int64, len(lists) + 1)
-        packed = np.fromiter(chain.from_iterable(lists), np.int32, int(offsets[-1]))
-        return packed, offsets, [len(ids) for ids in whole]
+            raise RequestError(_explain_texts(texts, name)) from None
+        return [encoding.ids for encoding in encodings]
 
-    def _read_named_ids(self, path: Path) -> frozenset[int]:
-        if not path.exists():
-            return frozenset()
-        named = (read_json_object(path).get(f"{name}_token") for name in ("cls", "eos", "pad", "unk"))
+    def _read_named_ids(self, config: dict[str, Any]) -> frozenset[int]:
+        named = (config.get(f"{name}_token") for name in ("cls", "eos", "pad", "unk"))
         contents = (token.get("content") if isinstance(token, dict) else token for token in named)
         ids = (self._tokenizer.token_to_id(content) for content in contents if isinstance(content, str))
         return frozenset(token for token in ids if token is not None)
@@ -102,11 +159,40 @@ class Tokenizer:
             )
         return empty.ids
 
+    def _read_pair_template(self, config: dict[str, Any]) -> _PairTemplate:
+        """From a pair of letters: which of its tokens are of which text is what the library says."""
+        [pair] = self._tokenizer.encode_batch_fast([("a", "a")])
+        owners = [(owner, len(list(run))) for owner, run in groupby(pair.sequence_ids)]
+        if [owner for owner, _ in owners] != [None, 0, None, 1, None]:
+            raise TokenizerError(
+                f"{FILE_NAME}: expected special tokens before, between and after a pair of texts, "
+                f"got the ids {pair.ids} for a pair of letters"
+            )
+        inputs = config.get("model_input_names")
+        typed = "token_type_ids" in inputs if inputs else config.get("tokenizer_class") in _WITH_TOKEN_TYPES
+        types = pair.type_ids if typed else [0] * len(pair.ids)
+        first, between, second, after = accumulate(length for _, length in owners[:-1])
+        return _PairTemplate(
+            (pair.ids[:first], pair.ids[between:second], pair.ids[after:]),
+            (types[:first], types[between:second], types[after:]),
+            (types[first], types[second]),
+        )
 
-def _explain_texts(texts: Sequence[str]) -> str:
+
+def _packed(lists: Iterable[list[int]]) -> NDArray[np.int32]:
+    return np.fromiter(chain.from_iterable(lists), np.int32)
+
+
+def _offsets(lists: Sequence[list[int]]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+    return offsets
+
+
+def _explain_texts(texts: Sequence[str], name: str) -> str:
     for index, text in enumerate(texts):
         try:
             text.encode()
         except UnicodeEncodeError:
-            return f"texts[{index}]: holds half of a surrogate pair, which is not a character"
+            return f"{name.format(index)}: holds half of a surrogate pair, which is not a character"
     return "the texts cannot be tokenized"

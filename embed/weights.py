@@ -1,6 +1,6 @@
 """Weights of a checkpoint, matched strictly against what the configuration asks for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,11 +33,12 @@ class PlannedWeight:
     """It is an operand of products: a matrix, and no table."""
 
 
-def plan_weights(config: ModelConfig, checkpoint: Checkpoint) -> list[PlannedWeight]:
+def plan_weights(config: ModelConfig, checkpoint: Checkpoint, head: Collection[str] = ()) -> list[PlannedWeight]:
     """Matches every weight of the encoder with tensors of the checkpoint, by name, shape and type.
 
-    Each tensor is used once, or is one of those that the family is known not to use. Raises WeightsError for one that
-    is missing, misshapen, of no floating type, there under two names, or not known.
+    Each tensor is used once, is one of those that the family is known not to use, or is one that `head` names: those of
+    a head are planned elsewhere. Raises WeightsError for one that is missing, misshapen, of no floating type, there
+    under two names, or not known.
     """
     family = config.family
     tensors = _by_present_name(checkpoint.tensors)
@@ -54,7 +55,7 @@ def plan_weights(config: ModelConfig, checkpoint: Checkpoint) -> list[PlannedWei
         slots += [(f"layer.{layer}.{slot.name}", slot, layer) for slot in family.layer]
     plan = [_plan_weight(name, slot, layer, prefix, config, checkpoint.name, tensors) for name, slot, layer in slots]
 
-    used = {source.name for weight in plan for source in weight.sources}
+    used = {*head, *(source.name for weight in plan for source in weight.sources)}
     for name, tensor in tensors.items():
         if tensor.name in used or any(fnmatchcase(name.removeprefix(prefix), known) for known in family.ignored):
             continue

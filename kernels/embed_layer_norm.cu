@@ -1,8 +1,8 @@
-// embed_layer_norm: residual = LayerNorm(word[input_ids] + token_type[0] + position[position_ids]) * gamma + beta, and out the
-// same as an operand
-// out (max_rows, HIDDEN_SIZE) Operand, split by out_scale; residual (max_rows, HIDDEN_SIZE) f32; input_ids, position_ids (max_rows) i32 in range; word, position, token_type
-// (any, HIDDEN_SIZE) T; gamma, beta (HIDDEN_SIZE) f32; row_count (1) i32; fp32 statistics in two passes; where
-// operands are float, out is residual
+// embed_layer_norm: residual = LayerNorm(word[input_ids] + token_type[token_type_ids] + position[position_ids]) * gamma + beta,
+// and out the same as an operand
+// out (max_rows, HIDDEN_SIZE) Operand, split by out_scale; residual (max_rows, HIDDEN_SIZE) f32; input_ids, position_ids,
+// token_type_ids (max_rows) i32 in range; word, position, token_type (any, HIDDEN_SIZE) T; gamma, beta (HIDDEN_SIZE) f32;
+// row_count (1) i32; fp32 statistics in two passes; where operands are float, out is residual
 // launch  grid = ceil(max_rows / (NUM_THREADS / 32)), block = NUM_THREADS, smem = 0; one warp a row
 // bound   memory: reads three rows, writes two
 // source  see gkd/ops/embed_layer_norm.py
@@ -18,6 +18,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
     float* residual,
     const int* input_ids,
     const int* position_ids,
+    const int* token_type_ids,
     const T* word,
     const T* position,
     const T* token_type,
@@ -32,7 +33,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
     if (row >= *row_count) return;  // a whole warp, so that no lane misses a shuffle
     LaneRow<HIDDEN_SIZE> sum, factor, shift;
     sum.load(word + static_cast<size_t>(input_ids[row]) * HIDDEN_SIZE);
-    sum.add(token_type);
+    sum.add(token_type + static_cast<size_t>(token_type_ids[row]) * HIDDEN_SIZE);
     sum.add(position + static_cast<size_t>(position_ids[row]) * HIDDEN_SIZE);
     factor.load(gamma);
     shift.load(beta);

@@ -1,5 +1,6 @@
 """A model whose sums leave the range of f16 for texts with one certain word, and for no others; f32 holds them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,23 @@ SPEC = ModelSpec("bert", num_layers=2, hidden_size=128, num_heads=4, intermediat
 _WEIGHT, _THRESHOLD, _NUM_ROWS = 60.0, 120.0, 16
 
 
-def make_overflowing_model(directory: Path) -> None:
-    """Writes it to `directory`, which must not exist.
+def make_overflowing_model(directory: Path, *, cross_encoder: bool = False) -> None:
+    """Writes it to `directory`, which must not exist: a model that gives vectors, or scores.
 
     Coordinate 0 of a state tells the word from all others: after LayerNorm it is about 9 for the word and below 1 for
     the others. What is above 2 in it, the first layer's feed-forward half raises to more than 65,504.
     """
-    make_model(directory, SPEC)
+    make_model(directory, replace(SPEC, cross_encoder=cross_encoder))
+    prefix = "bert." if cross_encoder else ""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name in ("word", "position", "token_type"):
-        tensors[f"embeddings.{name}_embeddings.weight"][:, 0] = 0
+        tensors[f"{prefix}embeddings.{name}_embeddings.weight"][:, 0] = 0
     [_, token, _], _ = Tokenizer(directory).encode_batch([WORD], 3)
-    word = tensors["embeddings.word_embeddings.weight"][token]
+    word = tensors[f"{prefix}embeddings.word_embeddings.weight"][token]
     word[:], word[0] = 0, 10
-    layer = "encoder.layer.0"
-    for norm in ("embeddings.LayerNorm", f"{layer}.attention.output.LayerNorm"):
+    layer = f"{prefix}encoder.layer.0"
+    for norm in (f"{prefix}embeddings.LayerNorm", f"{layer}.attention.output.LayerNorm"):
         tensors[f"{norm}.weight"][0], tensors[f"{norm}.bias"][0] = 1, 0
     for name in ("weight", "bias"):
         tensors[f"{layer}.attention.output.dense.{name}"][0] = 0
@@ -72,7 +74,8 @@ class HalfEngine:
     def __init__(self, directory: Path) -> None:
         self.made: list[DType] = []
         pipeline = read_pipeline(directory)
-        self.inner = _Engine(directory.name, self._backend(DType.F16), self._backend, pipeline, Tokenizer(directory))
+        tokenizer = Tokenizer(directory, pairs=pipeline.score_activation is not None)
+        self.inner = _Engine(directory.name, self._backend(DType.F16), self._backend, pipeline, tokenizer)
         self.inner.reload()
         self.engine = Embed(self.inner)
 

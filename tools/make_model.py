@@ -1,7 +1,9 @@
-"""Writes a model with random weights, at any geometry, as a complete sentence-transformers directory.
+"""Writes a model with random weights, at any geometry, as a complete sentence-transformers directory, or as the
+directory of a cross-encoder.
 
     python tools/make_model.py DEST --preset bge-m3 --dtype f16 --tokenizer build/models/e5-small-xlmr
     python tools/make_model.py DEST --family xlm-roberta --layers 2 --hidden 64 --heads 4 --ffn 256
+    python tools/make_model.py DEST --preset minilm --cross-encoder
 
 Tensors have the names and shapes of transformers' model of the family. Every one is random, biases and
 LayerNorms too, so that a term left out of a forward pass shows; scales are such that different texts get
@@ -68,7 +70,8 @@ class ModelSpec:
 
     max_positions counts rows of the position table; the positions of RoBERTa and its kin begin at 2, so that their
     texts have up to max_positions - 2 tokens. vocab_size is the number of embedding rows, at least the tokenizer's and
-    by default equal to it. tokenizer is a model directory to copy one from.
+    by default equal to it. tokenizer is a model directory to copy one from. A cross-encoder is a classifier of one
+    label as transformers saves it: its tensors have their prefixes by themselves, and there is no pooling.
     """
 
     family: Family = "bert"
@@ -84,6 +87,7 @@ class ModelSpec:
     prefix: str = ""
     seed: int = 0
     tokenizer: Path | None = None
+    cross_encoder: bool = False
 
     @property
     def max_seqlen(self) -> int:
@@ -103,6 +107,8 @@ def make_model(dest: Path, spec: ModelSpec) -> None:
         raise FileExistsError(f"already there: `{dest}`")
     if spec.hidden_size % spec.num_heads:
         raise ValueError(f"hidden size {spec.hidden_size} is no multiple of {spec.num_heads} heads")
+    if spec.cross_encoder and spec.family not in CLASSIFIERS:
+        raise ValueError(f"no cross-encoder of the family {spec.family}; known: {', '.join(CLASSIFIERS)}")
     with new_directory(dest) as directory:
         write_tokenizer(directory, spec)
         num_ids = tokenizer_size(directory)
@@ -111,13 +117,14 @@ def make_model(dest: Path, spec: ModelSpec) -> None:
         elif spec.vocab_size < num_ids:
             raise ValueError(f"vocabulary of {spec.vocab_size} for a tokenizer with {num_ids} ids")
         write_json(directory / "config.json", model_config(spec))
-        write_modules(
-            directory,
-            hidden_size=spec.hidden_size,
-            max_seqlen=spec.max_seqlen,
-            pooling=spec.pooling,
-            normalize=spec.normalize,
-        )
+        if not spec.cross_encoder:
+            write_modules(
+                directory,
+                hidden_size=spec.hidden_size,
+                max_seqlen=spec.max_seqlen,
+                pooling=spec.pooling,
+                normalize=spec.normalize,
+            )
         write_weights(directory / "model.safetensors", random_tensors(spec))
 
 
@@ -172,7 +179,32 @@ ARCHITECTURES: dict[Family, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Classifier:
+    """What transformers calls the parts of a family's model for sequence classification."""
+
+    architecture: str
+    encoder_prefix: str
+    inner: str
+    last: str
+
+
+ROBERTA_CLASSIFIER = Classifier(
+    "RobertaForSequenceClassification", "roberta.", "classifier.dense", "classifier.out_proj"
+)
+CLASSIFIERS: dict[Family, Classifier] = {
+    "bert": Classifier("BertForSequenceClassification", "bert.", "bert.pooler.dense", "classifier"),
+    "camembert": replace(ROBERTA_CLASSIFIER, architecture="CamembertForSequenceClassification"),
+    "roberta": ROBERTA_CLASSIFIER,
+    "xlm-roberta": replace(ROBERTA_CLASSIFIER, architecture="XLMRobertaForSequenceClassification"),
+}
+
+
 def model_config(spec: ModelSpec) -> dict[str, Any]:
+    if spec.cross_encoder:
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        architecture = CLASSIFIERS[spec.family].architecture
+        return model_config(replace(spec, cross_encoder=False)) | {"architectures": [architecture]} | labels
     common: dict[str, Any] = {
         "model_type": spec.family,
         "architectures": [ARCHITECTURES[spec.family]],
@@ -217,7 +249,7 @@ def model_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes by transformers' names, without the prefix."""
+    """Shapes by transformers' names, those of an encoder without the prefix."""
     config = model_config(spec)
     hidden, ffn = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -247,7 +279,12 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         add_linear(f"{layer}.{names.up}", ffn, hidden)
         add_linear(f"{layer}.{names.down}", hidden, ffn)
         add_layer_norm(f"{layer}.{names.down_norm}")
-    if spec.family != "distilbert":
+    if spec.cross_encoder:
+        classifier = CLASSIFIERS[spec.family]
+        shapes = {classifier.encoder_prefix + name: shape for name, shape in shapes.items()}
+        add_linear(classifier.inner, hidden, hidden)
+        add_linear(classifier.last, 1, hidden)
+    elif spec.family != "distilbert":
         add_linear("pooler.dense", hidden, hidden)
     return shapes
 
@@ -495,6 +532,7 @@ def parse_spec(argv: list[str]) -> tuple[Path, ModelSpec]:
     parser.add_argument("--vocab-size", type=int, metavar="N", help="embedding rows (the tokenizer's size)")
     parser.add_argument("--pooling", choices=["cls", "mean"])
     parser.add_argument("--no-normalize", action="store_false", dest="normalize")
+    parser.add_argument("--cross-encoder", action="store_true", help="a classifier of one label instead")
     parser.add_argument("--dtype", choices=sorted(CONFIG_DTYPES))
     parser.add_argument("--prefix", help="put before every tensor's name, as in `roberta.`")
     parser.add_argument("--seed", type=int)

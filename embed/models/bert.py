@@ -1,6 +1,6 @@
-"""BERT: all-MiniLM, multilingual-e5-small, bge-small/base/large-en, gte and many more."""
+"""BERT: all-MiniLM, multilingual-e5-small, bge-small/base/large-en, gte, ms-marco-MiniLM and many more."""
 
-from embed.models.family import Family, Slot
+from embed.models.family import ClassifierLayer, Family, Slot
 
 EMBEDDINGS = (
     Slot("word", ("embeddings.word_embeddings.weight",), ("vocab_size", "hidden_size")),
@@ -46,4 +46,5 @@ FAMILY = Family(
     layer=LAYER,
     ignored={**IGNORED, "cls.*": "the masked-language-model head"},
     assumed_pooling=None,
+    classifier=(ClassifierLayer("bert.pooler.dense", "tanh"), ClassifierLayer("classifier", "none")),
 )

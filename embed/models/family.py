@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from gkd.ops.dense import DenseActivation
 from gkd.ops.pool import PoolMode
 
 # from_zero: 0, 1, 2, ...
@@ -44,6 +45,16 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierLayer:
+    """A linear layer of a cross-encoder's head, over the first token: as wide as the encoder, the last one of a single
+    output."""
+
+    name: str
+    """Of its tensors in the file, `<name>.weight` and `<name>.bias`."""
+    activation: DenseActivation
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """An encoder of the BERT kind."""
 
@@ -60,6 +71,8 @@ class Family:
     """Patterns of tensor names (fnmatch) that take no part in an embedding, with the reason."""
     assumed_pooling: PoolMode | None
     """Pooling of a directory without modules.json; None: the user has to say it."""
+    classifier: tuple[ClassifierLayer, ...] = ()
+    """Head of the family's `...ForSequenceClassification`; none: its cross-encoders are refused."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """The family's own name of a key of config.json, by BERT's, where the two differ."""
     fixed: Mapping[str, Any] = field(default_factory=dict)

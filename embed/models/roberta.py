@@ -1,7 +1,7 @@
 """RoBERTa: all-distilroberta-v1, all-roberta-large-v1, paraphrase-distilroberta and many more."""
 
 from embed.models import bert
-from embed.models.family import Family
+from embed.models.family import ClassifierLayer, Family
 
 IGNORED = {**bert.IGNORED, "lm_head.*": "the masked-language-model head"}
 
@@ -14,4 +14,5 @@ FAMILY = Family(
     layer=bert.LAYER,
     ignored=IGNORED,
     assumed_pooling=None,
+    classifier=(ClassifierLayer("classifier.dense", "tanh"), ClassifierLayer("classifier.out_proj", "none")),
 )

@@ -1,4 +1,4 @@
-"""XLM-RoBERTa: BGE-M3, multilingual-e5-base/large, paraphrase-multilingual and many more."""
+"""XLM-RoBERTa: BGE-M3, multilingual-e5-base/large, paraphrase-multilingual, bge-reranker and many more."""
 
 from dataclasses import replace
 

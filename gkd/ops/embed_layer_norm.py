@@ -1,4 +1,4 @@
-"""LayerNorm(word[id] + token_type[0] + position[p]): the start of an encoder."""
+"""LayerNorm(word[id] + token_type[t] + position[p]): the start of an encoder."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +16,12 @@ _NUM_THREADS = 128
 
 @dataclass(frozen=True, slots=True)
 class EmbedLayerNorm:
-    """residual = LayerNorm(word[input_ids] + token_type[0] + position[position_ids]) * gamma + beta, and out the same,
-    rounded to what a product takes.
+    """residual = LayerNorm(word[input_ids] + token_type[token_type_ids] + position[position_ids]) * gamma + beta, and
+    out the same, rounded to what a product takes.
 
-    Shapes:  out, residual (max_rows, hidden_size); input_ids, position_ids (max_rows,);
+    Shapes:  out, residual (max_rows, hidden_size); input_ids, position_ids, token_type_ids (max_rows,);
              word (vocab_size, hidden_size), position (num_positions, hidden_size),
-             token_type (num_types, hidden_size), of which row 0 is used; gamma, beta (hidden_size,);
+             token_type (num_types, hidden_size); gamma, beta (hidden_size,);
              num_rows (1,): so many first rows are computed.
     Dtypes:  int32 ids in range, which the caller has checked, and num_rows; one floating dtype for the tables and out,
              but f32 for the tables where out is split; residual, gamma and beta in its accumulator's, f32 for 16 bits.
@@ -40,6 +40,7 @@ class EmbedLayerNorm:
         residual: Array,
         input_ids: Array,
         position_ids: Array,
+        token_type_ids: Array,
         word: Array,
         position: Array,
         token_type: Array,
@@ -51,6 +52,7 @@ class EmbedLayerNorm:
         signature = Signature(self.name)
         signature.match("input_ids", input_ids, ("max_rows",), DType.I32)
         signature.match("position_ids", position_ids, ("max_rows",), DType.I32)
+        signature.match("token_type_ids", token_type_ids, ("max_rows",), DType.I32)
         signature.match("out", out, ("max_rows", self.hidden_size), dtype)
         signature.match("residual", residual, ("max_rows", self.hidden_size), dtype.accumulator)
         signature.match("word", word, ("vocab_size", self.hidden_size), dtype.summand)
@@ -68,6 +70,7 @@ class EmbedLayerNorm:
         residual: Array,
         input_ids: Array,
         position_ids: Array,
+        token_type_ids: Array,
         word: Array,
         position: Array,
         token_type: Array,
@@ -77,7 +80,7 @@ class EmbedLayerNorm:
     ) -> None:
         for rows in row_blocks(num_rows[0], self.hidden_size):
             residual[rows] = word[input_ids[rows]]
-            residual[rows] += token_type[0]
+            residual[rows] += token_type[token_type_ids[rows]]
             residual[rows] += position[position_ids[rows]]
             layer_norm_(residual[rows], gamma, beta, self.eps)
             if out is not residual:

@@ -14,12 +14,21 @@ from embed import Embed
 from tools.make_model import ModelSpec, make_model
 
 TEXTS = ["one text", "zwei, mit Umlaut: ö", ""]
+QUERY = "a query"
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "small"
     make_model(path, ModelSpec("xlm-roberta", num_layers=1, hidden_size=32, num_heads=2, max_positions=66))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "ranks"
+    spec = ModelSpec("bert", num_layers=1, hidden_size=32, num_heads=2, max_positions=64, cross_encoder=True)
+    make_model(path, spec)
     return path
 
 
@@ -97,6 +106,64 @@ def test_text_as_json_lines(directory: Path) -> None:
     assert [line["embedding"] for line in lines] == rows(embed("text", directory, 'quote " and \n newline', "b").stdout)
 
 
+def test_rerank_prints_score_index_and_text_best_first(reranker: Path) -> None:
+    lines = embed("rerank", reranker, QUERY, *TEXTS).stdout.decode().splitlines()
+    with Embed.open(reranker) as engine:
+        scores = engine.rerank(QUERY, TEXTS)
+    printed = [line.split("\t") for line in lines]
+    assert [int(index) for _, index, _ in printed] == np.argsort(-scores).tolist()
+    for score, index, text in printed:
+        # The digits are those that give back the same float32.
+        assert np.float32(score) == scores[int(index)] and text == TEXTS[int(index)]
+    # Of equal ones the first is the first; a text is one line.
+    equal = embed("rerank", reranker, QUERY, "a\nb", "a b", "a\nb").stdout.decode().splitlines()
+    assert [line.split("\t")[1:] for line in equal] == [["0", "a b"], ["1", "a b"], ["2", "a b"]]
+
+
+def test_rerank_as_json_lines_and_raw(reranker: Path) -> None:
+    lines = [json.loads(line) for line in embed("rerank", reranker, QUERY, *TEXTS, "--json").stdout.splitlines()]
+    raw = embed("rerank", reranker, QUERY, *TEXTS, "--json", "--raw-scores").stdout.splitlines()
+    with Embed.open(reranker) as engine:
+        scores, logits = engine.rerank(QUERY, TEXTS), engine.rerank(QUERY, TEXTS, raw_scores=True)
+    best = np.argsort(-scores).tolist()
+    assert [list(line) for line in lines] == [["index", "score", "text"]] * 3
+    assert [(line["index"], np.float32(line["score"]), line["text"]) for line in lines] == [
+        (index, scores[index], TEXTS[index]) for index in best
+    ]
+    assert [np.float32(json.loads(line)["score"]) for line in raw] == [logits[index] for index in best]
+
+
+def test_rerank_of_standard_input(reranker: Path) -> None:
+    expected, stdin = embed("rerank", reranker, QUERY, *TEXTS).stdout, "\n".join([*TEXTS, ""]).encode()
+    assert expected and embed("rerank", reranker, QUERY, stdin=stdin).stdout == expected
+    assert embed("rerank", reranker, QUERY, "-", stdin=stdin).stdout == expected
+    nothing = embed("rerank", reranker, QUERY, stdin=b"")
+    assert (nothing.returncode, nothing.stdout) == (0, b"")
+
+
+def test_what_was_loaded_of_a_cross_encoder(reranker: Path) -> None:
+    plan, computation = embed("rerank", reranker, QUERY, "a").stderr.decode().splitlines()
+    assert plan == "embed: ranks: bert, 1 layers, cross-encoder, sigmoid of its logit, at most 64 tokens"
+    assert computation.startswith("embed: ranks: plain f32 on cpu (")
+
+
+@pytest.mark.parametrize("arguments", [["text", "RERANKER", "a"], ["serve", "RERANKER"], ["verify", "RERANKER"]])
+def test_a_command_for_vectors_refuses_a_cross_encoder_in_one_line(reranker: Path, arguments: list[str]) -> None:
+    result = embed(*(reranker if argument == "RERANKER" else argument for argument in arguments))
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert result.stderr.decode() == (
+        "embed: error: ranks is a cross-encoder and gives no vectors: `embed rerank` scores texts for a query\n"
+    )
+
+
+def test_rerank_refuses_a_model_that_gives_vectors_in_one_line(directory: Path) -> None:
+    result = embed("rerank", directory, QUERY, "a")
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert result.stderr.decode() == (
+        "embed: error: small gives vectors and is no cross-encoder: `embed text` prints them\n"
+    )
+
+
 def test_flags_change_the_vectors_and_are_reported(directory: Path) -> None:
     plain = embed("text", directory, "some words here")
     for flags, reported in (
@@ -144,6 +211,8 @@ def test_assumed_pooling_is_said(directory: Path, tmp_path: Path) -> None:
         ["serve", "MODEL", "--unload-after", "-1"],
         ["serve", "MODEL", "--unload-after", "nan"],
         ["serve", "MODEL", "extra"],
+        ["rerank", "MODEL"],
+        ["rerank", "MODEL", "a", "b", "--pool", "cls"],
         ["explode"],
     ],
     ids=" ".join,
@@ -195,7 +264,7 @@ def test_a_reader_that_leaves_is_no_traceback(directory: Path) -> None:
     assert b"Traceback" not in result.stderr and b"Exception" not in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["text", "--help"], ["serve", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["text", "--help"], ["rerank", "--help"], ["serve", "--help"]])
 def test_help(arguments: list[str]) -> None:
     result = embed(*arguments)
     assert result.returncode == 0 and result.stdout.startswith(b"usage: embed")

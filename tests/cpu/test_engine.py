@@ -379,21 +379,20 @@ def batch_of(lengths: list[int]) -> Batch:
     num_tokens = sum(lengths)
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     ids = np.arange(num_tokens, dtype=np.int32)
-    return Batch(0, len(lengths), ids + 100, ids + 1000, cu_seqlens)
+    return Batch(0, len(lengths), ids + 100, ids + 1000, ids + 2000, cu_seqlens)
 
 
 def test_a_batch_is_packed_with_empty_texts_and_items_to_fill_its_capacity() -> None:
     capacity, batch = Capacity(num_tokens=16, num_texts=5, num_items=7, block_q=4), batch_of([3, 6, 1])
     packed = capacity.pack(batch)
     assert packed.shape == (capacity.num_elements,) and packed.dtype == np.int32
-    parts = np.split(packed, np.cumsum([1, 1, 5 + 1, 16, 16, 7 * 3, 5 * 3, 5]))
-    num_tokens, num_texts, cu_seqlens, input_ids, position_ids, work, first_work, *others = (x.tolist() for x in parts)
+    parts = np.split(packed, np.cumsum([1, 1, 5 + 1, 16, 16, 16, 7 * 3, 5 * 3, 5]))
+    num_tokens, num_texts, cu_seqlens, *ids, work, first_work, first_pooled, rest = (x.tolist() for x in parts)
     # No first token is left out of the pooling.
-    assert (num_tokens, num_texts, others) == ([10], [3], [[0] * 5, []])
+    assert (num_tokens, num_texts, first_pooled, rest) == ([10], [3], [0] * 5, [])
     # Offsets that do not grow: texts of no tokens, at the end.
     assert cu_seqlens == [0, 3, 9, 10, 10, 10]
-    assert input_ids == [*range(100, 110), *[0] * 6]
-    assert position_ids == [*range(1000, 1010), *[0] * 6]
+    assert ids == [[*range(first, first + 10), *[0] * 6] for first in (100, 1000, 2000)]
     # First token, length and first query of an item; where there is none, of length 0.
     assert work == [0, 3, 0, 3, 6, 0, 3, 6, 4, 9, 1, 0, *[0] * 9]
     # The items of first tokens, one a text, whatever else is in it.
@@ -403,7 +402,8 @@ def test_a_batch_is_packed_with_empty_texts_and_items_to_fill_its_capacity() -> 
 def test_a_batch_of_just_its_capacity_is_packed_without_filling() -> None:
     packed = Capacity(num_tokens=10, num_texts=3, num_items=4, block_q=4).pack(batch_of([3, 6, 1]))
     items, firsts = [0, 3, 0, 3, 6, 0, 3, 6, 4, 9, 1, 0], [0, 3, 0, 3, 6, 0, 9, 1, 0]
-    assert packed.tolist() == [10, 3, 0, 3, 9, 10, *range(100, 110), *range(1000, 1010), *items, *firsts, 0, 0, 0]
+    ids = [token for first in (100, 1000, 2000) for token in range(first, first + 10)]
+    assert packed.tolist() == [10, 3, 0, 3, 9, 10, *ids, *items, *firsts, 0, 0, 0]
 
 
 def test_of_a_prompt_that_is_left_out_each_text_keeps_its_last_token() -> None:

@@ -52,6 +52,16 @@ def from_config(auto_class: Any, config: Any) -> Any:
     return auto_class.from_config(config)
 
 
+def fill(model: Any) -> None:
+    """Everything is random, a padding token's embedding too: nothing that is left out may be hidden by a 0 or a 1."""
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.ndim == 1:
+                value.normal_(float(name.lower().replace("_", "").endswith("norm.weight")), 0.1)
+            else:
+                value.normal_(0, 0.05 if "embeddings" in name else value.shape[1] ** -0.5)
+
+
 def write(directory: Path, family: Family) -> Written:
     """Random weights and a tokenizer of the family's kind; transformers writes every file."""
     scratch = directory / "tokenizer"
@@ -62,13 +72,7 @@ def write(directory: Path, family: Family) -> Written:
     )
     torch.manual_seed(0)
     model = from_config(AutoModelForMaskedLM, config)
-    with torch.no_grad():
-        # Everything is random, a padding token's embedding too: nothing that is left out may be hidden by a 0 or a 1.
-        for name, value in model.named_parameters():
-            if value.ndim == 1:
-                value.normal_(float(name.lower().replace("_", "").endswith("norm.weight")), 0.1)
-            else:
-                value.normal_(0, 0.05 if "embeddings" in name else value.shape[1] ** -0.5)
+    fill(model)
     padding = model.base_model.embeddings.position_embeddings.padding_idx
     max_tokens = MAX_POSITIONS - (0 if padding is None else padding + 1)
     written = Written(family, directory / "bare", directory / "task", f"{model.base_model_prefix}.", max_tokens)

@@ -240,7 +240,7 @@ def test_a_module_path_may_not_leave_the_directory(bert: Path) -> None:
     [
         ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "`default_prompt_name` is 'query'"),
         ("config_sentence_transformers.json", {"truncate_dim": "8"}, "`truncate_dim` is '8'"),
-        ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "`model_type` is 'CrossEncoder'"),
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "`model_type` is 'SparseEncoder'"),
         ("sentence_bert_config.json", {"max_seq_length": "many"}, "maximum length of a text is 'many'"),
         ("tokenizer_config.json", {"truncation_side": "left"}, "`truncation_side`"),
     ],

@@ -358,10 +358,11 @@ def test_add_layer_norm_row_by_row_and_no_further_than_the_count() -> None:
 def test_a_layer_norm_s_operand_is_its_residual_rounded() -> None:
     (x, residual), (gamma, beta) = normal(2, 9, 96), normal(2, 96)
     ids, places = np.array([3, 29, 0, 3, 1, 7, 7, 0, 99], np.int32), np.array([0, 11, 5, 2, 1, 3, 4, 9, 99], np.int32)
+    types = np.array([0, 1, 1, 0, 0, 0, 1, 0, 99], np.int32)
     tables = [normal(rows, 96).astype(np.float16) for rows in (30, 12, 2)]
     calls: list[tuple[Operator, tuple[Array, ...]]] = [
         (AddLayerNorm(96, 1e-5), (x.astype(np.float16), gamma, beta)),
-        (EmbedLayerNorm(96, 1e-5), (ids, places, *tables, gamma, beta)),
+        (EmbedLayerNorm(96, 1e-5), (ids, places, types, *tables, gamma, beta)),
     ]
     for op, inputs in calls:
         exact = residual.astype(np.float64)
@@ -379,14 +380,14 @@ def test_a_layer_norm_s_operand_is_its_residual_rounded() -> None:
 def test_embed_layer_norm_takes_the_right_rows() -> None:
     word, position, token_type = normal(30, 64), normal(12, 64), normal(2, 64)
     gamma, beta = normal(2, 64)
-    ids, places = np.array([3, 29, 0, 3], np.int32), np.array([0, 11, 5, 2], np.int32)
+    ids, places, types = (np.array(rows, np.int32) for rows in ([3, 29, 0, 3], [0, 11, 5, 2], [0, 1, 1, 0]))
     outputs = []
     for dtype in (np.float32, np.float64):
         out = np.full((4, 64), np.nan, dtype)
         weights = (array.astype(dtype) for array in (word, position, token_type, gamma, beta))
-        CpuBackend().run(EmbedLayerNorm(64, 1e-12), out, out, ids, places, *weights, count(4))
+        CpuBackend().run(EmbedLayerNorm(64, 1e-12), out, out, ids, places, types, *weights, count(4))
         outputs.append(out)
-    rows = (word[ids].astype(np.float64) + token_type[0]) + position[places]
+    rows = (word[ids].astype(np.float64) + token_type[types]) + position[places]
     centered = rows - rows.mean(1, keepdims=True)
     expected = centered / np.sqrt(centered.var(1, keepdims=True) + 1e-12) * gamma + beta
     assert_close(outputs[1], expected, 1e-12)
@@ -496,7 +497,7 @@ CONTRACTS: list[tuple[Operator, list[tuple[tuple[int, ...], Any]]]] = [
     (AddLayerNorm(8, 1e-5), [((3, 8), "f4"), ((3, 8), "f4"), ((3, 8), "f4"), ((8,), "f4"), ((8,), "f4"), COUNT]),
     (
         EmbedLayerNorm(8, 1e-5),
-        [*[((3, 8), "f4")] * 2, *[((3,), "i4")] * 2, *[((5, 8), "f4")] * 3, ((8,), "f4"), ((8,), "f4"), COUNT],
+        [*[((3, 8), "f4")] * 2, *[((3,), "i4")] * 3, *[((5, 8), "f4")] * 3, ((8,), "f4"), ((8,), "f4"), COUNT],
     ),
     (Pool(8), [((2, 8), "f4"), ((3, 8), "f4"), ((3,), "i4"), ((2,), "i4")]),
     (Dense(8, 4), [((2, 4), "f4"), ((2, 8), "f4"), ((4, 8), "f4"), ((4,), "f4"), ((1,), "i4")]),

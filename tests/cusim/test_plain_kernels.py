@@ -154,26 +154,26 @@ def test_add_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> None:
 @variants
 @pytest.mark.parametrize("rows", ROWS)
 def test_embed_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> None:
-    op, vocab_size, num_positions = EmbedLayerNorm(size, EPS), 7, 5
-    # The last row of each table is used, too: the sanitized build knows where the tables end.
-    input_ids = RNG.integers(0, vocab_size, rows, dtype=np.int32)
-    position_ids = RNG.integers(0, num_positions, rows, dtype=np.int32)
-    input_ids[-1], position_ids[-1] = vocab_size - 1, num_positions - 1
-    word, position = narrowed(normal(vocab_size, size), dtype), narrowed(normal(num_positions, size), dtype)
-    token_type, gamma, beta = narrowed(normal(1, size), dtype), normal(size), normal(size)
-    tables = (word, position, token_type, gamma, beta)
+    # Of the words, of the positions and of the token types.
+    op, num_rows_of_tables = EmbedLayerNorm(size, EPS), (7, 5, 2)
+    ids = [RNG.integers(0, num_rows, rows, dtype=np.int32) for num_rows in num_rows_of_tables]
+    for of_table, num_rows in zip(ids, num_rows_of_tables, strict=True):
+        of_table[-1] = num_rows - 1  # the sanitized build knows where the tables end
+    tables = [narrowed(normal(num_rows, size), dtype) for num_rows in num_rows_of_tables]
+    gamma, beta = normal(size), normal(size)
     residual = poisoned((rows, size), DType.F32)
-    out, sums = normalize(op, dtype, mode, residual, padded(input_ids), padded(position_ids), *tables, count(rows))
-    terms = np.stack([widened(word)[input_ids], widened(position)[position_ids], widened(token_type)[[0] * rows]])
+    out, sums = normalize(op, dtype, mode, residual, *map(padded, ids), *tables, gamma, beta, count(rows))
+    wide = [widened(table) for table in tables]
+    terms = np.stack([table[of_table] for table, of_table in zip(wide, ids, strict=True)])
     bound = layer_norm_bound(terms.sum(axis=0), np.abs(terms).sum(axis=0), gamma, beta)
     want = np.full((rows, size), np.nan)
-    wide = [widened(table) for table in tables]
-    op.reference(want, want, input_ids, position_ids, wide[0], wide[1], wide[2], wide[3], wide[4], count(rows))
+    inputs = [*ids, *wide, widened(gamma), widened(beta), count(rows)]
+    op.reference(want, want, *inputs)
     assert_close(sums, want, bound)
     assert np.array_equal(out, narrowed(sums, dtype))
 
-    last = (padded(input_ids[-1:]), padded(position_ids[-1:]))
-    alone, _ = normalize(op, dtype, mode, residual[:1], *last, *tables, count(1))
+    last = [padded(of_table[-1:]) for of_table in ids]
+    alone, _ = normalize(op, dtype, mode, residual[:1], *last, *tables, gamma, beta, count(1))
     assert np.array_equal(alone, out[-1:])
 
 
@@ -200,7 +200,7 @@ def test_no_row_is_normalized_where_none_is_counted(dtype: DType, mode: Mode) ->
     )
     ids, table = padded(np.zeros(0, np.int32)), narrowed(normal(1, size), dtype)
     tables = (table, table, table, vector, vector)
-    normalize(EmbedLayerNorm(size, EPS), dtype, mode, residual, ids, ids, *tables, nothing)
+    normalize(EmbedLayerNorm(size, EPS), dtype, mode, residual, ids, ids, ids, *tables, nothing)
 
 
 @modes

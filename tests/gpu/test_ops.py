@@ -346,16 +346,16 @@ def test_add_layer_norm(backend: CudaBackend, rows: int, size: int, num_more: in
 def test_embed_layer_norm(backend: CudaBackend, rows: int, size: int, num_more: int) -> None:
     word, position, token_type = (narrowed(normal(n, size), backend.dtype.summand) for n in (1000, 130, 2))
     gamma, beta = normal(size), normal(size)
-    ids, places = (RNG.integers(0, n, rows + num_more).astype(np.int32) for n in (1000, 130))
+    ids, places, types = (RNG.integers(0, n, rows + num_more).astype(np.int32) for n in (1000, 130, 2))
     # The last rows of the tables; and, where nothing is counted, ids that no table has.
-    ids[0], places[0] = 999, 129
-    ids[rows:] = places[rows:] = 1 << 30
+    ids[0], places[0], types[0] = 999, 129, 1
+    ids[rows:] = places[rows:] = types[rows:] = 1 << 30
     op = EmbedLayerNorm(size, 1e-12)
     residual = poisoned((rows + num_more, size), DType.F32)
-    operand, sums = normalize(backend, op, residual, rows, ids, places, word, position, token_type, gamma, beta)
+    operand, sums = normalize(backend, op, residual, rows, ids, places, types, word, position, token_type, gamma, beta)
     want = np.full(residual.shape, np.nan)
     tables = [widened(table) for table in (word, position, token_type)]
-    op.reference(want, want, ids, places, tables[0], tables[1], tables[2], gamma, beta, count(rows))
+    op.reference(want, want, ids, places, types, tables[0], tables[1], tables[2], gamma, beta, count(rows))
     bound = 32 * UNIT[DType.F32] * (np.abs(gamma) * 8 + np.abs(beta))
     assert_close(sums, want[:rows], DType.F32, bound)
     assert_close(operand, want[:rows], backend.dtype, 2 * bound)
