@@ -28,10 +28,12 @@ VARIANTS = [
     (DType.F16, 80),
     (DType.BF16, 32),
     (DType.BF16, 80),
+    (DType.TF32, 33),
+    (DType.TF32, 80),
 ]
 NORM_SIZES = [33, 384]
 FLOATS = (DType.F32, DType.F16, DType.BF16)
-CASTS = [(source, target) for source in FLOATS for target in FLOATS if source is not target]
+CASTS = [(source, target) for source in FLOATS for target in (*FLOATS, DType.TF32) if source is not target]
 # 4 rows a block: one alone, a full block, and ragged ones.
 ROWS = [1, 4, 9]
 POOLED = 40  # columns
@@ -135,7 +137,7 @@ def kind(x: Array) -> DType:
 @pytest.mark.parametrize("rows", ROWS)
 def test_add_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> None:
     op = AddLayerNorm(size, EPS)
-    x, residual = narrowed(3 + normal(rows, size), dtype), normal(rows, size)
+    x, residual = narrowed(3 + normal(rows, size), dtype.summand), normal(rows, size)
     gamma, beta = normal(size), normal(size)
     out, sums = normalize(op, dtype, mode, residual, padded(x), gamma, beta, count(rows))
     wide_x, want = widened(x), residual.astype(np.float64)
@@ -159,8 +161,8 @@ def test_embed_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> Non
     input_ids = RNG.integers(0, vocab_size, rows, dtype=np.int32)
     position_ids = RNG.integers(0, num_positions, rows, dtype=np.int32)
     input_ids[-1], position_ids[-1] = vocab_size - 1, num_positions - 1
-    word, position = narrowed(normal(vocab_size, size), dtype), narrowed(normal(num_positions, size), dtype)
-    token_type, gamma, beta = narrowed(normal(1, size), dtype), normal(size), normal(size)
+    word, position, token_type = (narrowed(normal(n, size), dtype.summand) for n in (vocab_size, num_positions, 1))
+    gamma, beta = normal(size), normal(size)
     tables = (word, position, token_type, gamma, beta)
     residual = poisoned((rows, size), DType.F32)
     out, sums = normalize(op, dtype, mode, residual, padded(input_ids), padded(position_ids), *tables, count(rows))
@@ -290,10 +292,10 @@ def test_l2_normalize(size: int, rows: int, mode: Mode) -> None:
 def test_cast_of_every_16_bit_value(source: DType, target: DType, mode: Mode) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     if source is DType.F32:
-        # bf16's values, what lies half-way to the next one, and f16's ties.
+        # bf16's values, what lies half-way to the next one, and f16's ties, which are tf32's.
         values = bits.astype(np.uint32) << 16
         f16 = bits.view(np.float16)[np.isfinite(bits.view(np.float16))].astype(np.float32).view(np.uint32)
-        x = np.concatenate([values, values | 0x8000, f16, f16 | 0x1000, f16 | 0x1001]).view(np.float32)
+        x = np.concatenate([values, values | 0x8000, f16, f16 | 0x1000, f16 | 0x1001, f16 | 0x0FFF]).view(np.float32)
     else:
         x = bits.view(source.storage)
     x = x[: len(x) - 3]  # no whole number of blocks
