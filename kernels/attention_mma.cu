@@ -1,11 +1,13 @@
 // attention_mma: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, on the tensor cores
 // out (num_tokens, NUM_HEADS * HEAD_DIM) T; qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row being all queries, all
 // keys, all values; work (num_items, 3) i32; scale_log2 = log2(e) / sqrt(HEAD_DIM); T f16 or bf16, fp32 scores,
-// softmax and sums, weights rounded to T before the second product
+// softmax and sums, weights rounded to T before the second product; with MAX_DISTANCE defined, bias (include/attention.cuh) is
+// added to the scores times bias_factor = sqrt(HEAD_DIM), before their scale
 // launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = SMEM_BYTES; a warp holds
 //         BLOCK_Q / (NUM_THREADS / 32) queries and walks the text's keys in blocks of BLOCK_K
 // bound   arithmetic: mma.sync, then in equal parts exponentials (one for every 4 * HEAD_DIM operations), the reads of
-//         shared memory and the issue of instructions, of which the blocks of a multiprocessor overlap what they can
+//         shared memory and the issue of instructions, of which the blocks of a multiprocessor overlap what they can; a bias
+//         costs a multiply-add a score, and of 64 keys and 128 queries 22 loads of the first-level cache for 64 scores
 // source  see gkd/ops/attention.py; tiles and registers as in Dao 2023 (FlashAttention-2)
 #include "include/attention_mma.cuh"
 
@@ -86,7 +88,11 @@ __device__ __forceinline__ void multiply_values(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_mma(
-    T* out, const T* qkv, const int* work, float scale_log2) {
+    T* out, const T* qkv, const int* work, float scale_log2
+#if defined(MAX_DISTANCE)
+    , const float* bias, float bias_factor
+#endif
+) {
     grid_launch_next();
     grid_wait();
     extern __shared__ uint4 smem[];
@@ -138,6 +144,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
         }
         float scores[ROW_TILES][KEY_TILES][4] = {};
         multiply_keys(scores, query, smem_query, shared.key[stage]);
+#if defined(MAX_DISTANCE)
+        add_bias(scores, bias, bias_factor, first_key - (first_query + first_row));
+#endif
         mask(scores, first_key, length);
 #pragma unroll
         for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {

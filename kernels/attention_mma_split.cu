@@ -2,11 +2,13 @@
 // tensor cores of sm_80 and later
 // out (num_tokens, NUM_HEADS * HEAD_DIM), qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) split (include/split.cuh), a row of qkv
 // being all queries, all keys, all values, at 16 bytes; work (num_items, 3) i32;
-// scale_log2 = log2(e) / sqrt(HEAD_DIM) / scale of qkv^2; out_scale = scale of out / scale of qkv
+// scale_log2 = log2(e) / sqrt(HEAD_DIM) / scale of qkv^2; out_scale = scale of out / scale of qkv; with MAX_DISTANCE defined, bias
+// (include/attention.cuh) is added to the scores times bias_factor = sqrt(HEAD_DIM) * scale of qkv^2, before their scale
 // launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = SMEM_BYTES; a warp holds
 //         BLOCK_Q / (NUM_THREADS / 32) queries and walks the text's keys in blocks of BLOCK_K
 // bound   arithmetic: mma.sync, three products for one of fp32; then the exponentials, the splitting of weights and the reads
-//         of shared memory, of which the warps of a multiprocessor overlap what they can
+//         of shared memory, of which the warps of a multiprocessor overlap what they can; a bias costs a multiply-add a score,
+//         and of 64 keys and 64 queries 18 loads of the first-level cache for 32 scores
 // order   A score is one chain of products for every 64 dimensions, and these are added in fp32, ascending. A block's part of
 //         the context is one chain over its keys, and is added to the blocks before in fp32: the tensor cores cut their
 //         running sums off. A chain takes all products with a low part, and then high * high.
@@ -169,7 +171,11 @@ __device__ __forceinline__ void multiply_values(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_mma_split(
-    f16* out, const f16* qkv, const int* work, float scale_log2, float out_scale) {
+    f16* out, const f16* qkv, const int* work, float scale_log2, float out_scale
+#if defined(MAX_DISTANCE)
+    , const float* bias, float bias_factor
+#endif
+) {
     grid_launch_next();
     grid_wait();
     extern __shared__ uint4 smem[];
@@ -221,6 +227,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
 
         float scores[ROW_TILES][KEY_TILES][4] = {}, correction[ROW_TILES][2];
         multiply_keys(scores, query, smem_query_low, shared.key[stage]);
+#if defined(MAX_DISTANCE)
+        add_bias(scores, bias, bias_factor, first_key - (first_query + first_row));
+#endif
         mask(scores, first_key, length);
 #pragma unroll
         for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {

@@ -1,7 +1,8 @@
 // attention_plain: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, for any HEAD_DIM up to 256
 // out (num_tokens, NUM_HEADS * HEAD_DIM), qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) Operand, a row of qkv being all queries,
 // all keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM), and where operands are split / scale of qkv^2;
-// out_scale = scale of out / scale of qkv; fp32 throughout, rounded once
+// out_scale = scale of out / scale of qkv; fp32 throughout, rounded once; with MAX_DISTANCE defined, bias (include/attention.cuh)
+// is added to the scores, a load for each
 // launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = 0; one warp a query,
 //         which walks the text's keys in blocks of BLOCK_K
 // bound   reads of the first-level cache and shuffles: for head widths that no model we know has, right rather than fast
@@ -29,7 +30,11 @@ __device__ __forceinline__ void load_row(float (&values)[LANE_DIMS], const Opera
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void attention_plain(
-    Operand* out, const Operand* qkv, const int* work, float scale, float out_scale) {
+    Operand* out, const Operand* qkv, const int* work, float scale, float out_scale
+#if defined(MAX_DISTANCE)
+    , const float* bias
+#endif
+) {
     grid_launch_next();
     grid_wait();
     Item item(work);
@@ -56,6 +61,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void attention_plain(
             product = warp_sum(product);
             if (lane_idx == key_idx) score = product * scale;
         }
+#if defined(MAX_DISTANCE)
+        score += load_bias(bias, first_key + lane_idx - query_idx);  // infinity stays where there is no key
+#endif
         float new_max = fmaxf(running_max, warp_max(score));
         float correction = expf(running_max - new_max), weight = expf(score - new_max);
         running_max = new_max;

@@ -1,9 +1,11 @@
 // attention_simt: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, in fp32 throughout
 // out (num_tokens, NUM_HEADS * HEAD_DIM), qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row of qkv being all queries, all
-// keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM); rounded once, at the store
+// keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM); rounded once, at the store; with MAX_DISTANCE defined,
+// bias (include/attention.cuh) is added to the scores
 // launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = SMEM_BYTES; a thread has
 //         BLOCK_Q / 16 queries, which eight lanes share, and walks the text's keys in blocks of BLOCK_K
-// bound   arithmetic: fused multiply-adds, for which a thread reads as few operands from shared memory as registers allow
+// bound   arithmetic: fused multiply-adds, for which a thread reads as few operands from shared memory as registers allow; a bias
+//         costs an addition a score, and of 64 keys and 128 queries 22 loads for 64 scores
 // source  see gkd/ops/attention.py; blocks as in Dao et al. 2022 (FlashAttention)
 #include "include/attention.cuh"
 #include "include/reduce.cuh"
@@ -76,6 +78,25 @@ __device__ __forceinline__ void multiply_keys(
     }
 }
 
+#if defined(MAX_DISTANCE)
+// Adds the bias to a thread's scores; first_distance is from its first query to its first key. Scores of the same distance share
+// a load.
+template <int THREAD_ROWS>
+__device__ __forceinline__ void add_bias(
+    float (&scores)[THREAD_ROWS][THREAD_KEYS], const float* bias, int first_distance) {
+    constexpr int ROW_KEYS = ROW_STEP / COLUMN_LANES;  // the next query is as far from keys so many further on
+#pragma unroll
+    for (int diagonal = -(THREAD_ROWS - 1) * ROW_KEYS; diagonal < THREAD_KEYS; ++diagonal) {
+        float value = load_bias(bias, first_distance + diagonal * COLUMN_LANES);
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i) {
+            int j = diagonal + i * ROW_KEYS;
+            if (j >= 0 && j < THREAD_KEYS) scores[i][j] += value;
+        }
+    }
+}
+#endif
+
 // context += weights @ values for WEIGHT_KEYS keys from first_key on, each by one chain of additions along the keys
 template <int THREAD_ROWS>
 __device__ __forceinline__ void multiply_values(
@@ -107,7 +128,15 @@ __device__ __forceinline__ void multiply_values(
 // The block's first THREAD_ROWS * ROW_STEP queries, of which num_queries exist, against all keys of the text.
 template <int THREAD_ROWS>
 __device__ __forceinline__ void attend(
-    T* out_rows, const T* query_rows, const T* key_rows, int num_queries, int length, float scale, SharedStorage& shared) {
+    T* out_rows,
+    const T* query_rows,
+    const T* key_rows,
+    const float* bias,
+    int first_query,
+    int length,
+    float scale,
+    SharedStorage& shared) {
+    int num_queries = length - first_query;
     int lane_idx = threadIdx.x % 32, column = lane_idx % COLUMN_LANES;
     int first_row = threadIdx.x / 32 * ROW_LANES + lane_idx / COLUMN_LANES;
     load_tile<THREAD_ROWS * ROW_STEP>(shared.query, query_rows, num_queries, scale);
@@ -130,6 +159,9 @@ __device__ __forceinline__ void attend(
 
         float scores[THREAD_ROWS][THREAD_KEYS] = {};
         multiply_keys(scores, shared, first_row, column);
+#if defined(MAX_DISTANCE)
+        add_bias(scores, bias, first_key + column - (first_query + first_row));
+#endif
         if (num_keys < BLOCK_K) {
 #pragma unroll
             for (int j = 0; j < THREAD_KEYS; ++j) {
@@ -191,7 +223,14 @@ __device__ __forceinline__ void attend(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_simt(
-    T* out, const T* qkv, const int* work, float scale) {
+    T* out, const T* qkv, const int* work, float scale
+#if defined(MAX_DISTANCE)
+    , const float* bias
+#endif
+) {
+#if !defined(MAX_DISTANCE)
+    constexpr const float* bias = nullptr;
+#endif
     grid_launch_next();
     grid_wait();
     extern __shared__ uint4 smem[];
@@ -208,8 +247,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
     T* out_rows = out + static_cast<size_t>(start + first_query) * HIDDEN_SIZE + blockIdx.y * HEAD_DIM;
     // A short text, or the tail of a long one, takes the same steps for each query, on fewer queries a thread.
     if (num_queries <= 2 * ROW_STEP) {
-        attend<2>(out_rows, query_rows, key_rows, num_queries, length, scale, shared);
+        attend<2>(out_rows, query_rows, key_rows, bias, first_query, length, scale, shared);
     } else {
-        attend<BLOCK_Q / ROW_STEP>(out_rows, query_rows, key_rows, num_queries, length, scale, shared);
+        attend<BLOCK_Q / ROW_STEP>(out_rows, query_rows, key_rows, bias, first_query, length, scale, shared);
     }
 }

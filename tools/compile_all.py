@@ -79,8 +79,12 @@ class Geometry:
 GEOMETRIES = (Geometry(1024, 16, 4096), Geometry(384, 12, 1536))
 
 
-# For models of other widths of a head: one with kernels of its own, one without.
-ATTENTIONS: tuple[Operator, ...] = (Attention(num_heads=8, head_dim=128), Attention(num_heads=8, head_dim=80))
+# For models of other widths of a head: one with kernels of its own, one without; and with the bias of MPNet.
+ATTENTIONS: tuple[Operator, ...] = (
+    Attention(num_heads=8, head_dim=128),
+    Attention(num_heads=8, head_dim=80),
+    Attention(num_heads=12, head_dim=64, max_distance=128),
+)
 # What stands behind an encoder, always in float32.
 HEADS: tuple[Operator, ...] = (
     *(op for geometry in GEOMETRIES for op in Head(geometry.hidden_size, ("mean",), ()).all()),

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from gkd.dtype import DType, scale_of
+from gkd.errors import ShapeError
 from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap, dtype_define
 from gkd.ops.contract import Array, Signature, float_dtype
 from gkd.ops.threads import for_each
@@ -46,12 +48,12 @@ class _Tiling:
 _PLAIN = _Tiling("attention_plain", 4, 32)
 
 
-def _mma_tiling(head_dim: int, arch: int) -> _Tiling:
+def _mma_tiling(head_dim: int, arch: int, has_bias: bool) -> _Tiling:
     """Queries, and two stages of keys and values: 24, 48 and 64 KiB."""
     # For 12.x, NVRTC 12.9 spills with more queries of 128 dimensions.
     block_q, block_k = 64 if head_dim == 128 and arch >= 120 else 128, 32 if head_dim == 128 else 64
-    # For 12.x, NVRTC 12.9 spills with three.
-    min_blocks = 3 if head_dim == 32 and arch < 120 else 2
+    # With a bias, and for 12.x NVRTC 12.9 without one, three spill.
+    min_blocks = 3 if head_dim == 32 and arch < 120 and not has_bias else 2
     smem_bytes = 2 * head_dim * (block_q + 2 * 2 * block_k)
     return _Tiling("attention_mma", block_q, block_k, (("MIN_BLOCKS", min_blocks),), smem_bytes)
 
@@ -64,7 +66,7 @@ def _mma_split_tiling(head_dim: int, block_q: int) -> _Tiling:
 
 
 # For short texts 16 queries a warp, and for long ones 32, which share what is read of keys and values. With 128
-# dimensions they would not fit into registers, nor with 64 for 8.0.
+# dimensions they would not fit into registers, nor with 64 for 8.0 or with a bias.
 _MMA_SPLIT = {
     32: (_mma_split_tiling(32, 64), _mma_split_tiling(32, 128)),
     64: (_mma_split_tiling(64, 64), _mma_split_tiling(64, 128)),
@@ -99,38 +101,56 @@ def _simt_tiling(head_dim: int, arch: int) -> _Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """out = softmax(q @ k.T / sqrt(head_dim)) @ v within each text and head.
+    """out = softmax(q @ k.T / sqrt(head_dim) + b) @ v within each text and head.
+
+    With max_distance, b = bias[head, clip(key - query, -max_distance, max_distance) + max_distance], of places in a
+    text: what lies further away is as far as that. Without it there is no bias, and b = 0.
 
     Shapes:  out (num_tokens, num_heads * head_dim); qkv (num_tokens, 3 * num_heads * head_dim), a row being
              all queries, all keys, all values; work (num_items, 3), see `attention_work`, whose block_q, one of
-             `block_sizes`, is a number that the host knows. What no item names is left as it is.
-    Dtypes:  one floating dtype; int32 work, which the caller has checked.
+             `block_sizes`, is a number that the host knows; bias (num_heads, 2 * max_distance + 1). What no item
+             names is left as it is.
+    Dtypes:  one floating dtype; int32 work, which the caller has checked; bias in the accumulator's, f32 for all but
+             f64.
     Source:  Milakov & Gimelshein 2018, the running maximum and sum; blocks as in Dao et al. 2022.
 
-    `kernel` is what runs on a GPU: `wgmma` takes 16 bits, head widths of 64 and 128, and compute capability 9.0; `mma`
-    16 bits and split operands, head widths of 32, 64 and 128, and 8.0 and later; `simt` these widths, but no split
-    operands; `plain` any up to 256; `auto` is the first of them that can. Each adds in an order of its own.
+    `kernel` is what runs on a GPU: `wgmma` takes 16 bits, head widths of 64 and 128, compute capability 9.0, and no
+    bias; `mma` 16 bits and split operands, head widths of 32, 64 and 128, and 8.0 and later; `simt` these widths, but
+    no split operands; `plain` any up to 256; `auto` is the first of them that can. Each adds in an order of its own.
     """
 
     num_heads: int
     head_dim: int
     kernel: AttentionKernel = "auto"
+    max_distance: int | None = None
 
     name: ClassVar[str] = "attention"
 
-    def check(self, out: Array, qkv: Array, work: Array, block_q: int) -> None:
+    def __post_init__(self) -> None:
+        if self.kernel == "wgmma" and self.max_distance is not None:
+            raise ValueError(f"{self.name}: the kernel `wgmma` takes no bias, expected `auto` or another one")
+
+    def check(self, out: Array, qkv: Array, work: Array, block_q: int, bias: Array | None = None) -> None:
         dtype = float_dtype(self.name, "out", out)
         hidden_size = self.num_heads * self.head_dim
         signature = Signature(self.name)
         signature.match("qkv", qkv, ("num_tokens", 3 * hidden_size), dtype)
         signature.match("out", out, ("num_tokens", hidden_size), dtype)
         signature.match("work", work, ("num_items", 3), DType.I32)
+        if self.max_distance is None:
+            if bias is not None:
+                raise ShapeError(f"{self.name}: `bias` has shape {bias.shape}, expected none without max_distance")
+            return
+        shape = (self.num_heads, 2 * self.max_distance + 1)
+        if bias is None:
+            raise ShapeError(f"{self.name}: `bias` is missing, expected {shape}")
+        signature.match("bias", bias, shape, dtype.accumulator)
 
     def block_sizes(self, dtype: DType, arch: int) -> tuple[int, ...]:
         """The block_q that work may have on this compute capability, or, for 0, on the CPU; ascending."""
         return tuple(tiling.block_q for tiling in self._tilings(dtype, arch)) if arch else (_QUERY_BLOCK,)
 
-    def reference(self, out: Array, qkv: Array, work: Array, block_q: int) -> None:
+    def reference(self, out: Array, qkv: Array, work: Array, block_q: int, bias: Array | None = None) -> None:
         heads = (self.num_heads, self.head_dim)
 
         def attend(piece: tuple[int, int]) -> None:
@@ -142,12 +162,18 @@ class Attention:
             first = first_query + query_block
             queries = slice(first, min(first + _QUERY_BLOCK, first_query + block_q))
             if first < length:
-                self._attend(context[:, queries], query[:, queries], key, value)
+                self._attend(context[:, queries], query[:, queries], key, value, bias, first)
 
         for_each(attend, [(item, first) for item in range(len(work)) for first in range(0, block_q, _QUERY_BLOCK)])
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
-        sizes = (dtype_define(dtype), ("NUM_HEADS", self.num_heads), ("HEAD_DIM", self.head_dim))
+        sizes: tuple[tuple[str, int], ...] = (
+            dtype_define(dtype),
+            ("NUM_HEADS", self.num_heads),
+            ("HEAD_DIM", self.head_dim),
+        )
+        if self.max_distance is not None:
+            sizes = (*sizes, ("MAX_DISTANCE", self.max_distance))
         kernels = {
             tiling.block_q: (KernelSpec(tiling.kernel, (*sizes, *tiling.defines)), tiling)
             for tiling in self._tilings(dtype, arch)
@@ -161,16 +187,17 @@ class Attention:
             return "mma" if arch >= 80 else "plain"
         if dtype not in (DType.F16, DType.BF16) or arch < 80:
             return "simt"
-        return "wgmma" if arch == 90 and self.head_dim >= 64 else "mma"
+        return "wgmma" if arch == 90 and self.head_dim >= 64 and self.max_distance is None else "mma"
 
     def _tilings(self, dtype: DType, arch: int) -> tuple[_Tiling, ...]:
+        has_bias = self.max_distance is not None
         match self._choose(dtype, arch) if self.kernel == "auto" else self.kernel:
             case "wgmma":
                 return _WGMMA[self.head_dim]
             case "mma" if dtype is DType.SPLIT:
-                return _MMA_SPLIT[self.head_dim] if arch == 90 else _MMA_SPLIT[self.head_dim][:1]
+                return _MMA_SPLIT[self.head_dim] if arch == 90 and not has_bias else _MMA_SPLIT[self.head_dim][:1]
             case "mma":
-                return (_mma_tiling(self.head_dim, arch),)
+                return (_mma_tiling(self.head_dim, arch, has_bias),)
             case "simt":
                 return (_simt_tiling(self.head_dim, arch),)
             case _:
@@ -183,28 +210,37 @@ class Attention:
         qkv: Array,
         work: Array,
         block_q: int,
+        bias: Array | None = None,
     ) -> Launch:
         spec, tiling = kernels[block_q]
         # Products of queries and keys are scaled twice, and what is made of values once.
         scale = 1 / (math.sqrt(self.head_dim) * scale_of(qkv) ** 2)
         inputs: tuple[Any, ...] = (qkv,)
+        bias_arguments: tuple[Any, ...] = () if bias is None else (bias,)
         if tiling.kernel in ("attention_mma", "attention_mma_split", "attention_wgmma"):
+            if bias is not None:
+                bias_arguments = (bias, 1 / scale)  # added to products, before their scale
             scale *= math.log2(math.e)  # their exponentials are powers of two
         if tiling.kernel == "attention_wgmma":
             inputs = (TensorMap(qkv, 64), TensorMap(qkv, tiling.block_k))
         arguments: tuple[Any, ...] = (out, *inputs, work, scale)
         if tiling.kernel in ("attention_plain", "attention_mma_split"):
             arguments = (*arguments, scale_of(out) / scale_of(qkv))
+        arguments = (*arguments, *bias_arguments)
         return Launch(spec, (work.shape[0], self.num_heads, 1), tiling.num_threads, arguments, tiling.smem_bytes)
 
-    def _attend(self, context: Array, query: Array, key: Array, value: Array) -> None:
-        """One block of queries (num_heads, rows, head_dim) against all keys of its text."""
+    def _attend(
+        self, context: Array, query: Array, key: Array, value: Array, bias: Array | None, first_query: int
+    ) -> None:
+        """One block of queries (num_heads, rows, head_dim), from first_query on, against all keys of its text."""
         dtype = query.dtype.type
         query = query * dtype(1 / math.sqrt(self.head_dim))
         running_max: Array | None = None
         for first in range(0, key.shape[1], KEY_BLOCK):
             keys = slice(first, first + KEY_BLOCK)
             weights = query @ np.ascontiguousarray(key[:, keys].transpose(0, 2, 1))
+            if bias is not None:
+                weights += _bias_of_block(bias, weights.shape[1], weights.shape[2], first - first_query)
             block_max = weights.max(axis=-1, keepdims=True)
             new_max = block_max if running_max is None else np.maximum(running_max, block_max)
             weights -= new_max
@@ -219,6 +255,15 @@ class Attention:
                 accumulator = accumulator * correction + block_context
             running_max = new_max
         np.divide(accumulator, running_sum, out=context)
+
+
+def _bias_of_block(bias: Array, num_rows: int, num_keys: int, first_distance: int) -> Array:
+    """Of scores (num_heads, num_rows, num_keys), whose first key is first_distance after the first query."""
+    max_distance = bias.shape[1] // 2
+    distances = first_distance + np.arange(1 - num_rows, num_keys)
+    line = bias[:, np.clip(distances, -max_distance, max_distance) + max_distance]
+    # A view: each row's window begins one before that of the row above.
+    return sliding_window_view(line, num_keys, axis=1)[:, ::-1]
 
 
 def attention_items(cu_seqlens: Array, block_q: int) -> Array:

@@ -23,3 +23,12 @@ struct Item {
     __device__ __forceinline__ Item(const int* work)
         : start(work[blockIdx.x * 3]), length(work[blockIdx.x * 3 + 1]), first_query(work[blockIdx.x * 3 + 2]) {}
 };
+
+#if defined(MAX_DISTANCE)
+// What is added to a true score of this head by the distance from its query to its key: of bias (NUM_HEADS, 2 * MAX_DISTANCE + 1)
+// f32, whose ends are for all that is further away. A head's row is small enough to stay in the first-level cache.
+__device__ __forceinline__ float load_bias(const float* bias, int distance) {
+    int column = min(max(distance, -MAX_DISTANCE), MAX_DISTANCE) + MAX_DISTANCE;
+    return __ldg(bias + blockIdx.y * (2 * MAX_DISTANCE + 1) + column);
+}
+#endif

@@ -67,6 +67,32 @@ __device__ __forceinline__ void load_values(unsigned (&fragments)[4], const Oper
     ldmatrix_x4_trans(fragments, smem_value + key_tile * 8 * HEAD_DIM + offset);
 }
 
+#if defined(MAX_DISTANCE)
+// Adds the bias times `factor` to a warp's scores; first_distance is from the warp's first query to the block's first key.
+// NOTE: 8 queries further down, keys 8 further on are at the same distance: a lane's scores on such a diagonal share two loads,
+// each of which is of 15 neighbouring words for the warp.
+__device__ __forceinline__ void add_bias(
+    float (&scores)[ROW_TILES][KEY_TILES][4], const float* bias, float factor, int first_distance) {
+    int lane_idx = threadIdx.x % 32;
+    int lane_distance = first_distance + lane_idx % 4 * 2 - lane_idx / 4;
+    constexpr int ROWS = ROW_TILES * 2;  // of the lane
+#pragma unroll
+    for (int diagonal = 1 - ROWS; diagonal < KEY_TILES; ++diagonal) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float value = load_bias(bias, lane_distance + diagonal * 8 + i);
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                int key_tile = diagonal + row;
+                if (key_tile < 0 || key_tile >= KEY_TILES) continue;
+                float& score = scores[row / 2][key_tile][row % 2 * 2 + i];
+                score = fmaf(value, factor, score);
+            }
+        }
+    }
+}
+#endif
+
 // The scores of a block's keys that do not exist, of which there are some if the text ends in it.
 __device__ __forceinline__ void mask(float (&scores)[ROW_TILES][KEY_TILES][4], int first_key, int length) {
     if (first_key + BLOCK_K <= length) return;

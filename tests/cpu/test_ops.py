@@ -199,14 +199,49 @@ def test_attention_survives_large_scores() -> None:
     assert_close(got, expected, 0.02 * np.abs(qkv).max())
 
 
-def test_a_text_has_the_same_attention_bits_at_another_place() -> None:
-    op, lengths = Attention(4, 32), [5, 200, 31, 140]
+def biased_attention(qkv: Array, bias: Array, num_heads: int) -> Array:
+    """Of one text, in float64, with a score for each pair of tokens."""
+    length, max_distance = len(qkv), bias.shape[1] // 2
+    query, key, value = qkv.astype(np.float64).reshape(length, 3, num_heads, -1).transpose(1, 2, 0, 3)
+    scores = np.einsum("hqd,hkd->hqk", query, key) / math.sqrt(query.shape[-1])
+    for q, k in product(range(length), repeat=2):
+        scores[:, q, k] += bias[:, max(-max_distance, min(k - q, max_distance)) + max_distance]
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    context = np.einsum("hqk,hkd->qhd", weights / weights.sum(axis=-1, keepdims=True), value)
+    return np.asarray(context.reshape(length, -1))
+
+
+@pytest.mark.parametrize("max_distance", [0, 5, 128])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 7], [131, 257, 300]])
+def test_attention_adds_the_bias_of_the_distance_from_query_to_key(lengths: list[int], max_distance: int) -> None:
+    num_heads, head_dim, tokens = 3, 8, sum(lengths)
+    qkv, bias = 2 * normal(tokens, 3 * num_heads * head_dim), 3 * normal(num_heads, 2 * max_distance + 1)
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    got, wide = both(
+        Attention(num_heads, head_dim, max_distance=max_distance),
+        (tokens, num_heads * head_dim),
+        qkv,
+        attention_work(cu_seqlens, 256),
+        256,
+        bias,
+    )
+    for start, end in pairwise(cu_seqlens):
+        expected = biased_attention(qkv[start:end], bias, num_heads)
+        assert_close(wide[start:end], expected, 1e-12)
+        # As without a bias: scores of the order of 4 * sqrt(head_dim), and biases no larger.
+        assert_close(got[start:end], expected, 100 * EPS32 * np.abs(qkv[start:end]).max())
+
+
+@pytest.mark.parametrize("max_distance", [None, 100])
+def test_a_text_has_the_same_attention_bits_at_another_place(max_distance: int | None) -> None:
+    op, lengths = Attention(4, 32, max_distance=max_distance), [5, 200, 31, 140]
+    bias = () if max_distance is None else (normal(4, 2 * max_distance + 1),)
     qkv, cu_seqlens = normal(sum(lengths), 3 * 128), np.cumsum([0, *lengths]).astype(np.int32)
-    together = run(op, np.empty((sum(lengths), 128), np.float32), qkv, attention_work(cu_seqlens, 256), 256)
+    together = run(op, np.empty((sum(lengths), 128), np.float32), qkv, attention_work(cu_seqlens, 256), 256, *bias)
     for start, end in pairwise(cu_seqlens):
         alone = np.ascontiguousarray(qkv[start:end])
         work = attention_work(np.array([0, end - start]), 256)
-        got = run(op, np.empty((end - start, 128), np.float32), alone, work, 256)
+        got = run(op, np.empty((end - start, 128), np.float32), alone, work, 256, *bias)
         assert np.array_equal(got, together[start:end])
 
 
@@ -257,6 +292,24 @@ def test_attention_is_the_same_whatever_the_number_of_queries_of_an_item(block_q
     )
     # BLAS may add in another order for another number of rows.
     assert_close(got, want, 1e-13)
+
+
+def test_attention_refuses_a_bias_that_does_not_fit() -> None:
+    out, qkv, work = np.zeros((3, 8), np.float32), np.zeros((3, 24), np.float32), np.zeros((1, 3), np.int32)
+    plain, biased, bias = Attention(2, 4), Attention(2, 4, max_distance=5), np.zeros((2, 11), np.float32)
+    biased.check(out, qkv, work, 256, bias)
+    # float32 in every precision.
+    biased.check(out.astype(np.float16), qkv.astype(np.float16), work, 256, bias)
+    with pytest.raises(DtypeError, match="`bias` is f16, expected f32"):
+        biased.check(out, qkv, work, 256, bias.astype(np.float16))
+    with pytest.raises(ShapeError, match=r"`bias` has shape \(2, 9\), expected \(2, 11\)"):
+        biased.check(out, qkv, work, 256, bias[:, 1:-1])
+    with pytest.raises(ShapeError, match=r"`bias` is missing, expected \(2, 11\)"):
+        biased.check(out, qkv, work, 256)
+    with pytest.raises(ShapeError, match=r"`bias` has shape \(2, 11\), expected none without max_distance"):
+        plain.check(out, qkv, work, 256, bias)
+    with pytest.raises(ValueError, match="`wgmma` takes no bias"):
+        Attention(2, 64, "wgmma", max_distance=5)
 
 
 def test_attention_leaves_alone_what_no_item_names() -> None:
@@ -539,19 +592,25 @@ def test_a_launch_of_linear_names_one_of_the_plan_s_kernels_and_covers_the_capac
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.TF32, DType.SPLIT])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
-def test_each_block_size_of_attention_has_its_kernel(head_dim: int, dtype: DType, arch: int) -> None:
-    op = Attention(3, head_dim)
+@pytest.mark.parametrize("max_distance", [None, 20])
+def test_each_block_size_of_attention_has_its_kernel(
+    head_dim: int, dtype: DType, arch: int, max_distance: int | None
+) -> None:
+    op = Attention(3, head_dim, max_distance=max_distance)
+    bias = () if max_distance is None else (tensor(DType.F32, 3, 41),)
     plan, sizes = op.plan(dtype, arch), op.block_sizes(dtype, arch)
     assert list(sizes) == sorted(set(sizes))
     on_wgmma = arch == 90 and head_dim in (64, 128) and dtype in (DType.F16, DType.BF16)
     on_mma_split = arch == 90 and head_dim in (32, 64) and dtype is DType.SPLIT
-    assert len(sizes) == (2 if on_wgmma or on_mma_split else 1)
+    assert len(sizes) == (2 if (on_wgmma or on_mma_split) and not bias else 1)
     out, qkv = tensor(dtype, 100, 3 * head_dim), tensor(dtype, 100, 9 * head_dim)
-    launches = [plan.launch(out, qkv, tensor(DType.I32, 7, 3), size) for size in sizes]
+    launches = [plan.launch(out, qkv, tensor(DType.I32, 7, 3), size, *bias) for size in sizes]
     assert tuple(launch.spec for launch in launches) == plan.specs
     for launch, size in zip(launches, sizes, strict=True):
         assert launch.grid == (7, 3, 1) and not launch.persistent
         assert dict(launch.spec.defines)["BLOCK_Q"] == size
+        assert dict(launch.spec.defines).get("MAX_DISTANCE") == max_distance
+        assert all(given in launch.arguments for given in bias)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])

@@ -1,7 +1,7 @@
 """attention_plain, _simt, _mma, _mma_split and _wgmma on the CPU: against the reference in float64, text by text."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -28,10 +28,19 @@ class Case:
     arch: int = 80
     block_idx: int = -1
     """Which of the kernel's block sizes."""
+    max_distance: int | None = None
 
     @property
     def op(self) -> Attention:
-        return Attention(self.num_heads, self.head_dim, self.kernel)
+        return Attention(self.num_heads, self.head_dim, self.kernel, self.max_distance)
+
+    @cached_property
+    def bias(self) -> tuple[Array, ...]:
+        """What the operator takes beside the tensors that it always takes."""
+        if self.max_distance is None:
+            return ()
+        shape = (self.num_heads, 2 * self.max_distance + 1)
+        return (3 * np.random.default_rng(29).standard_normal(shape, dtype=np.float32),)
 
     @property
     def plan(self) -> KernelPlan:
@@ -46,7 +55,9 @@ class Case:
         return self.num_heads * self.head_dim
 
     def __str__(self) -> str:
-        return f"{self.kernel}-{self.dtype.value}-{self.num_heads}x{self.head_dim}-sm_{self.arch}-q{self.block_q}"
+        bias = "" if self.max_distance is None else f"-bias{self.max_distance}"
+        sizes = f"{self.num_heads}x{self.head_dim}-sm_{self.arch}-q{self.block_q}"
+        return f"{self.kernel}-{self.dtype.value}-{sizes}{bias}"
 
 
 CASES = (
@@ -72,6 +83,19 @@ CASES = (
     Case("mma", DType.SPLIT, 1, 64),
     Case("mma", DType.SPLIT, 2, 128, arch=90),
     Case("plain", DType.SPLIT, 1, 80, arch=90),
+    # The longest text goes on far beyond these distances, both ways.
+    Case("plain", DType.F32, 2, 48, max_distance=20),
+    Case("plain", DType.SPLIT, 1, 80, arch=90, max_distance=20),
+    Case("simt", DType.F32, 3, 32, max_distance=20),
+    Case("simt", DType.F16, 2, 64, arch=75, max_distance=20),
+    Case("simt", DType.F32, 1, 128, max_distance=0),
+    Case("mma", DType.F16, 3, 32, max_distance=20),
+    Case("mma", DType.BF16, 2, 64, max_distance=20),
+    Case("mma", DType.F16, 1, 64, max_distance=0),
+    Case("mma", DType.BF16, 1, 128, max_distance=100),
+    Case("mma", DType.SPLIT, 3, 32, arch=90, max_distance=20),
+    Case("mma", DType.SPLIT, 2, 64, arch=90, max_distance=20),
+    Case("mma", DType.SPLIT, 1, 128, max_distance=100),
 )
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -97,7 +121,7 @@ def attend(
     out = memory[: len(qkv)]
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
     work = np.pad(attention_work(cu_seqlens, case.block_q), ((0, num_empty), (0, 0)))
-    arguments = (out, qkv, work, case.block_q)
+    arguments: tuple[Any, ...] = (out, qkv, work, case.block_q, *case.bias)
     case.op.check(*arguments)
     run(case.plan, *arguments, order=order, sanitize=sanitize, arch=case.arch)
     assert (memory[len(qkv) :].view(np.uint8) == 0xFF).all(), "rows past the end were written"
@@ -110,7 +134,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 def reference(case: Case, qkv: Array, lengths: tuple[int, ...]) -> Array:
     out = np.full((len(qkv), case.width), np.nan)
-    case.op.reference(out, qkv, attention_work(np.cumsum([0, *lengths]), 256), 256)
+    case.op.reference(out, qkv, attention_work(np.cumsum([0, *lengths]), 256), 256, *case.bias)
     return out
 
 
@@ -126,7 +150,9 @@ def bound(case: Case, qkv: Array, lengths: tuple[int, ...]) -> Array:
         query, key, _ = np.abs(qkv[start:end]).reshape(end - start, 3, case.num_heads, case.head_dim).swapaxes(0, 1)
         largest = np.einsum("qhd,khd->qhk", query, key).max(axis=-1) / np.sqrt(case.head_dim)
         score_magnitude[start:end] = np.repeat(largest, case.head_dim, axis=1)
-    relative = 2 * step * ((case.head_dim + 8) * score_magnitude + max(lengths) + 16)
+    # A bias is scaled, added, and takes part in what is done with a score.
+    bias_magnitude = max((float(np.abs(bias).max()) for bias in case.bias), default=0.0)
+    relative = 2 * step * ((case.head_dim + 8) * score_magnitude + 8 * bias_magnitude + max(lengths) + 16)
     least = 0.0
     if case.kernel == "mma" and case.dtype is DType.SPLIT:
         # The product of two low parts is left out, of scores and of the context, and a weight is rounded. The largest
@@ -168,7 +194,7 @@ def test_fp32_is_as_exact_as_numpy(case: Case) -> None:
     qkv = packed(case)
     wide = widened(qkv)
     want, by_numpy = reference(case, wide, LENGTHS), poisoned((len(qkv), case.width), DType.F32)
-    case.op.reference(by_numpy, wide.astype(np.float32), attention_work(np.cumsum([0, *LENGTHS]), 256), 256)
+    case.op.reference(by_numpy, wide.astype(np.float32), attention_work(np.cumsum([0, *LENGTHS]), 256), 256, *case.bias)
     outputs = widened(attend(case, qkv, LENGTHS)), by_numpy
     error, error_of_numpy = (np.sqrt(np.square(out - want).mean()) for out in outputs)
     assert error <= 1.5 * error_of_numpy
@@ -194,7 +220,7 @@ def test_a_text_has_its_bits_alone_and_in_any_company(case: Case) -> None:
         assert same_bits(attend(case, company, (5, length, 3))[5:-3], together[start:end])
 
 
-@cases
+@pytest.mark.parametrize("case", [case for case in CASES if not case.max_distance], ids=str)
 def test_a_query_has_its_bits_in_any_row(case: Case) -> None:
     values = widened(packed(case)[:130]).astype(np.float32)
     values[:, : case.width] = values[7, : case.width]
@@ -217,8 +243,8 @@ def test_a_nan_stays_in_its_text(case: Case) -> None:
 
 
 def test_auto_takes_tensor_cores_where_it_can() -> None:
-    def name(head_dim: int, dtype: DType, arch: int) -> str:
-        [name] = {spec.name for spec in Attention(3, head_dim).plan(dtype, arch).specs}
+    def name(head_dim: int, dtype: DType, arch: int, max_distance: int | None = None) -> str:
+        [name] = {spec.name for spec in Attention(3, head_dim, max_distance=max_distance).plan(dtype, arch).specs}
         return name
 
     assert {name(dim, dtype, 80) for dim in (32, 64, 128) for dtype in (DType.F16, DType.BF16)} == {"attention_mma"}
@@ -226,6 +252,8 @@ def test_auto_takes_tensor_cores_where_it_can() -> None:
     assert {name(48, DType.SPLIT, 90), name(64, DType.SPLIT, 75)} == {"attention_plain"}
     assert {name(64, DType.F32, 90), name(32, DType.F16, 75), name(128, DType.BF16, 75)} == {"attention_simt"}
     assert {name(48, DType.F32, 90), name(80, DType.F16, 120), name(256, DType.BF16, 75)} == {"attention_plain"}
+    assert {name(dim, dtype, 90) for dim in (64, 128) for dtype in (DType.F16, DType.BF16)} == {"attention_wgmma"}
+    assert {name(dim, dtype, 90, 8) for dim in (64, 128) for dtype in (DType.F16, DType.BF16)} == {"attention_mma"}
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 90, 120])
@@ -275,7 +303,7 @@ def test_scales_of_split_tensors_do_not_show(case: Case) -> None:
     outputs = []
     for qkv_scale, out_scale in ((1.0, 1.0), (2.0**9, 2.0**11)):
         qkv, out = narrowed(values * qkv_scale, case.dtype), poisoned((65, case.width), case.dtype)
-        run(case.plan, scaled(out, out_scale), scaled(qkv, qkv_scale), work, case.block_q, arch=case.arch)
+        run(case.plan, scaled(out, out_scale), scaled(qkv, qkv_scale), work, case.block_q, *case.bias, arch=case.arch)
         outputs.append(out)
     # The second is what was computed. With a scale of 1 it ends among the smallest f16; `assert_close` allows for it.
     assert_close(outputs[0], widened(outputs[1]) / 2.0**11, UNIT[DType.SPLIT] * np.abs(values).max())
@@ -288,12 +316,12 @@ def test_an_item_of_length_0_does_nothing(case: Case, sanitize: bool) -> None:
     # As they fill up a list, and where they would write first if they wrote.
     empty = np.array([[0, 0, 0], [17, 0, 0]], np.int32)
     out = poisoned((len(qkv), case.width), case.dtype)
-    run(case.plan, out, qkv, empty, case.block_q, sanitize=sanitize, arch=case.arch)
+    run(case.plan, out, qkv, empty, case.block_q, *case.bias, sanitize=sanitize, arch=case.arch)
     assert (out.view(np.uint8) == 0xFF).all()
 
     items = attention_work(np.cumsum([0, *LENGTHS]), case.block_q)
     among = np.concatenate([empty, items[:2], empty, items[2:]])
-    run(case.plan, out, qkv, among, case.block_q, sanitize=sanitize, arch=case.arch)
+    run(case.plan, out, qkv, among, case.block_q, *case.bias, sanitize=sanitize, arch=case.arch)
     assert same_bits(out, attend(case, qkv, LENGTHS))
 
 
@@ -304,7 +332,7 @@ def test_only_what_an_item_names_is_computed() -> None:
     work = attention_work(cu_seqlens, case.block_q)
     firsts = work[work[:, 2] == 0]
     out = poisoned((len(qkv), case.width), case.dtype)
-    run(case.plan, out, qkv, firsts, case.block_q, arch=case.arch)
+    run(case.plan, out, qkv, firsts, case.block_q, *case.bias, arch=case.arch)
     everything = attend(case, qkv, LENGTHS)
     for start, length, _ in firsts.tolist():
         end = start + min(length, case.block_q)

@@ -208,34 +208,44 @@ ATTENTIONS = [
 
 
 def attend(
-    backend: CudaBackend, op: Attention, qkv: NDArray[Any], lengths: list[int], block_q: int | None = None
+    backend: CudaBackend,
+    op: Attention,
+    qkv: NDArray[Any],
+    lengths: list[int],
+    block_q: int | None = None,
+    bias: tuple[NDArray[np.float32], ...] = (),
 ) -> NDArray[Any]:
     sizes = op.block_sizes(backend.dtype, backend.arch)
     block_q = block_q or sizes[-1]
     # Empty items do nothing.
     work = np.pad(attention_work(np.cumsum([0, *lengths]), block_q), ((0, 3), (0, 0)))
     out = np.empty((len(qkv), op.num_heads * op.head_dim), backend.dtype.storage)
-    return on_device(backend, op, out, qkv, work, block_q)
+    return on_device(backend, op, out, qkv, work, block_q, *bias)
 
 
 @pytest.mark.parametrize(("head_dim", "kernel"), ATTENTIONS)
 @pytest.mark.parametrize("lengths", [[1], [2, 17, 64, 65, 130], [512, 3, 1000]])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
-def test_attention(backend: CudaBackend, head_dim: int, kernel: Any, lengths: list[int], scale: float) -> None:
+@pytest.mark.parametrize("max_distance", [None, 128], ids=["", "bias"])
+def test_attention(
+    backend: CudaBackend, head_dim: int, kernel: Any, lengths: list[int], scale: float, max_distance: int | None
+) -> None:
     dtype, num_heads, tokens = backend.dtype, 3, sum(lengths)
     if (kernel == "mma" and dtype is DType.F32) or (kernel == "simt" and dtype is DType.SPLIT):
         pytest.skip(f"{kernel} does not take {dtype.value}")
     qkv = narrowed(scale * normal(tokens, 3 * num_heads * head_dim), dtype)
-    op = Attention(num_heads, head_dim, kernel)
+    op = Attention(num_heads, head_dim, kernel, max_distance)
+    # Of the size of a score, which the bound below has room for.
+    bias = () if max_distance is None else (scale * normal(num_heads, 2 * max_distance + 1),)
     shape = (tokens, num_heads * head_dim)
-    want = expected(op, shape, qkv, attention_work(np.cumsum([0, *lengths]), 256), 256)
+    want = expected(op, shape, qkv, attention_work(np.cumsum([0, *lengths]), 256), 256, *bias)
     # A score of the size scale^2 * sqrt(head_dim) is made of fp32 sums and exponentiated: its error is a relative
     # error of a weight, to which split operands add the products of two low parts, 2^-22. With 16 bits the weights
     # themselves are rounded before the second product.
     largest = np.abs(widened(qkv)).max()
     score = scale**2 * np.sqrt(head_dim) * 8
     bound = (32 * score * UNIT[DType.F32] + (2 * UNIT[dtype] if dtype.itemsize == 2 else 0)) * largest
-    outputs = [attend(backend, op, qkv, lengths, size) for size in op.block_sizes(dtype, backend.arch)]
+    outputs = [attend(backend, op, qkv, lengths, size, bias) for size in op.block_sizes(dtype, backend.arch)]
     assert_close(outputs[0], want, dtype, bound)
     assert all(np.array_equal(output, outputs[0]) for output in outputs), "the size of a block shows"
 
