@@ -18,15 +18,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsig
     mma_m16n8k16_f16(d, a, b0, b1);
 #endif
 }
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if defined(DTYPE_BF16)
-    mma_m16n8k16_bf16(d, a, b0, b1);
-#else
-    mma_m16n8k16_f16(d, a, b0, b1);
-#endif
-}
 
-// Two values rounded to T, the first in the low half: the order of memory.
+// Two values rounded to 16 bits, the first in the low half: the order of memory.
 __device__ __forceinline__ unsigned pack(float low, float high) {
 #if defined(DTYPE_BF16)
     return cvt_bf16x2_f32(low, high);
