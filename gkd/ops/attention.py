@@ -50,7 +50,7 @@ _PLAIN = _Tiling("attention_plain", 4, 32)
 
 def _mma_tiling(dtype: DType, head_dim: int, arch: int, has_bias: bool) -> _Tiling:
     """Queries, and two stages of keys and values: 24, 48 and 64 KiB in 16 bits, and 48 and 96 KiB in tf32."""
-    # With more queries of 128 dimensions NVRTC 12.9 spills for 12.x, and those of tf32 would not fit into a block's memory.
+    # More queries of 128 dimensions: for 12.x NVRTC 12.9 spills, and those of tf32 do not fit into a block's memory.
     small = head_dim == 128 and (arch >= 120 or dtype is DType.TF32)
     block_q, block_k = 64 if small else 128, 32 if head_dim == 128 else 64
     # With a bias, in tf32, and for 12.x NVRTC 12.9 in any case, three spill.
