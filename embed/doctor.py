@@ -133,6 +133,7 @@ def _decide(found: Diagnosis) -> None:
         found.probe("trial_kernel", lambda: _describe_trial(trial))
     found.values["serve_uses"] = uses
     found.probe("serve_device", lambda: trial.device.name if trial is not None else _cpu() if uses == "cpu" else None)
+    found.values["serve_dtypes"] = None if uses == "nothing" else _dtypes(trial)
     found.values["why_not_gpu"] = None if why_not_gpu is None else _printable(why_not_gpu)
     found.values["complaint"] = None if complaint is None else _printable(complaint)
     found.ok = uses != "nothing" and complaint is None
@@ -232,6 +233,12 @@ def _devices(trial: Trial | None) -> list[dict[str, Any]]:
         }
         for device in devices()
     ]
+
+
+def _dtypes(trial: Trial | None) -> str:
+    from embed.precision import precisions
+
+    return ", ".join(dtype.value for dtype in precisions(trial.device.capability if trial is not None else 0))
 
 
 def _cpu() -> str:

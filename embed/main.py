@@ -24,6 +24,7 @@ from tqdm import tqdm
 from embed.errors import EmbedError, ModelError, RequestError
 from embed.lexical import OUTPUTS, Embeddings
 from embed.model import EM_BATCH_MAX, Embed
+from embed.precision import PRECISIONS
 from gkd.errors import GkdError
 from gkd.ops.pool import POOL_MODES
 
@@ -96,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--gpu", type=int, default=-1, metavar="N", help="CUDA ordinal; -1, the default, is the best device"
     )
-    model.add_argument("--dtype", choices=("f32", "f16", "bf16"), default="f32", help="precision of the computation")
+    dtypes = [precision.value for precision in PRECISIONS]
+    model.add_argument("--dtype", choices=dtypes, default="f32", help="precision of the computation")
 
     vectors = argparse.ArgumentParser(add_help=False, parents=[model])
     vectors.add_argument("--pool", choices=POOL_MODES, help="pooling, instead of what the model's files say")

@@ -22,7 +22,7 @@ from embed.errors import ClosedError, ModelError, NonFiniteError, RequestError
 from embed.hub import resolve
 from embed.lexical import OUTPUTS, Embeddings, Output, lexical_weights
 from embed.pipeline import DenseModule, Pipeline, Pooling, Similarity, read_pipeline
-from embed.precision import split_scales, takes_split
+from embed.precision import PRECISIONS, precisions, split_scales, takes_split
 from embed.tokenizer import Tokenizer
 from embed.weights import load_weights, plan_weights
 from gkd import driver
@@ -41,8 +41,6 @@ EM_POOL_MEAN: PoolMode = "mean"
 # Most tokens and texts of one forward.
 EM_ROWS_BUDGET = 16384
 EM_BATCH_MAX = 1024
-
-_PRECISIONS = {dtype.value: dtype for dtype in (DType.F32, DType.F16, DType.BF16)}
 
 # Told (bytes done, bytes in all) while weights load.
 Progress = Callable[[int, int], None]
@@ -210,7 +208,7 @@ class Embed:
 
     @property
     def dtype(self) -> str:
-        """The precision that was asked for: `f32`, `f16` or `bf16`."""
+        """The precision that was asked for: `f32`, `tf32`, `f16` or `bf16`."""
         return self._open_engine.dtype.value
 
     @property
@@ -225,7 +223,7 @@ class Embed:
 
     @property
     def recomputed(self) -> int:
-        """Texts since `open` whose vector was not finite in 16 bits, and was computed again in f32."""
+        """Texts since `open` whose vector was not finite in another precision, and was computed again in f32."""
         return self._open_engine.recomputed
 
     @property
@@ -332,9 +330,9 @@ class Embed:
 
         `normalize` None is the engine's setting. `prompt` stands before each text; `prompt_name` is that of one of the
         model's; with neither it is the model's default one, and "" is none. With `outputs`, some of dense, sparse and
-        colbert, all of them come from one forward, as lists even of one string. In f16 and bf16, a text whose vector is
-        not finite is computed again in f32, which other texts' vectors do not show. Raises RequestError, also for an
-        output that the model has no head for, NonFiniteError, ClosedError.
+        colbert, all of them come from one forward, as lists even of one string. In any precision but f32, a text whose
+        vector is not finite is computed again in f32, which other texts' vectors do not show. Raises RequestError, also
+        for an output that the model has no head for, NonFiniteError, ClosedError.
         """
         engine = self._open_engine
         if prompt is None:
@@ -442,10 +440,10 @@ def _check_pool_mode(mode: str | None) -> None:
 
 
 def _precision(dtype: str) -> DType:
-    try:
-        return _PRECISIONS[dtype]
-    except KeyError:
-        raise DeviceError(f"dtype {dtype}: expected one of {', '.join(_PRECISIONS)}") from None
+    for precision in PRECISIONS:
+        if precision.value == dtype:
+            return precision
+    raise DeviceError(f"dtype {dtype}: expected one of {', '.join(precision.value for precision in PRECISIONS)}")
 
 
 def _choose_backend(gpu: int, precision: DType) -> BackendOf:
@@ -456,7 +454,15 @@ def _choose_backend(gpu: int, precision: DType) -> BackendOf:
         from gkd.cuda import CudaBackend
         from gkd.device import choose_device
 
-        return partial(CudaBackend, choose_device(gpu))
+        device = choose_device(gpu)
+        possible = precisions(device.capability)
+        if precision not in possible:
+            raise DeviceError(
+                f"dtype {precision.value} cannot be used: {device.name} has compute capability "
+                f"{device.capability // 10}.{device.capability % 10}, expected 8.0 or later; use another GPU, or "
+                f"{', '.join(dtype.value for dtype in possible)}"
+            )
+        return partial(CudaBackend, device)
     named = gpu if gpu != -1 else read_env().gpu_device
     if named is not None:
         raise DeviceError(f"gpu {named} cannot be used: {reason}")

@@ -1,7 +1,8 @@
-"""How matrices are multiplied in a precision: for float32 as split numbers on tensor cores, where their sizes allow.
+"""Which precisions there are, and how matrices are multiplied in them.
 
-A split number keeps 22 bits above a smallest magnitude, which its tensor's scale sets, and stays in f16's range. So the
-scales come from bounds on what a model can compute, whatever is asked of it: an element that LayerNorm gives is at most
+float32 is computed with split numbers on tensor cores, where sizes allow. A split number keeps 22 bits above a smallest
+magnitude, which its tensor's scale sets, and stays in f16's range. So the scales come from bounds on what a model can
+compute, whatever is asked of it: an element that LayerNorm gives is at most
 sqrt(hidden_size) * max |gamma| + max |beta|, and a product with a row of weights at most the product of the norms.
 """
 
@@ -25,6 +26,11 @@ _RANGE = 2.0**15
 # that needs a smaller one is computed without tensor cores. A larger one than this gains nothing.
 _LEAST_SCALE, _MOST_SCALE = 1.0, 2.0**12
 
+PRECISIONS = (DType.F32, DType.TF32, DType.F16, DType.BF16)
+"""What an engine may be asked to compute in."""
+
+_FIRST_WITH_TF32 = 80
+
 _MATRICES = ("qkv", "up", "attention_out", "down")
 
 
@@ -36,6 +42,13 @@ class Scales:
     qkv: float
     """Of queries, keys and values, and of the context, which is a mean of values and no larger."""
     inner: float
+
+
+def precisions(arch: int) -> tuple[DType, ...]:
+    """Those that a device of this compute capability computes in; 0 is the CPU."""
+    if arch == 0:
+        return (DType.F32,)
+    return tuple(dtype for dtype in PRECISIONS if dtype is not DType.TF32 or arch >= _FIRST_WITH_TF32)
 
 
 def takes_split(config: ModelConfig, arch: int) -> bool:

@@ -13,6 +13,8 @@ class DType(Enum):
     F32 = "f32"
     F16 = "f16"
     BF16 = "bf16"
+    TF32 = "tf32"
+    """f32 whose mantissa is rounded to the 10 bits that tensor cores multiply; what is added to something stays f32."""
     I32 = "i32"
     SPLIT = "split"
     """A number as the sum of two f16 over a power of two, the scale of its tensor: 22 bits of it. A row of a tensor
@@ -21,7 +23,8 @@ class DType(Enum):
 
     @property
     def storage(self) -> np.dtype[Any]:
-        """The NumPy type that holds an element in host memory; NumPy has no bf16, whose bits are carried as uint16."""
+        """The NumPy type that holds an element in host memory. NumPy has neither bf16, carried as uint16 with its bits,
+        nor tf32, carried as 4 bytes without a type, so that no f32 passes for it."""
         return _STORAGE[self]
 
     @property
@@ -37,7 +40,7 @@ class DType(Enum):
     @property
     def summand(self) -> "DType":
         """The type of what is added to a sum before anything is multiplied by it: 16 bits where operands have them."""
-        return DType.F32 if self is DType.SPLIT else self
+        return DType.F32 if self in (DType.SPLIT, DType.TF32) else self
 
 
 _STORAGE: dict[DType, np.dtype[Any]] = {
@@ -45,6 +48,7 @@ _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.F32: np.dtype(np.float32),
     DType.F16: np.dtype(np.float16),
     DType.BF16: np.dtype(np.uint16),
+    DType.TF32: np.dtype("V4"),
     DType.I32: np.dtype(np.int32),
     DType.SPLIT: np.dtype(np.uint32),
 }

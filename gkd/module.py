@@ -95,6 +95,7 @@ def _encode_tensor_map(value: TensorMap) -> Any:
         DType.F32: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
         DType.F16: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
         DType.BF16: (kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
+        DType.TF32: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
         DType.SPLIT: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
     }[value.tensor.dtype]
     num_rows, num_columns = value.tensor.shape

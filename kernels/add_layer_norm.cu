@@ -27,5 +27,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void add_layer_norm(
     sum.add(residual + offset);
     sum.normalize(factor, shift, eps);
     sum.store(residual + offset);
-    if constexpr (sizeof(Operand) != sizeof(float)) sum.store_operand_row(out, row, out_scale);
+#if !defined(DTYPE_F32)
+    sum.store_operand_row(out, row, out_scale);
+#endif
 }

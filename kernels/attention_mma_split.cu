@@ -54,8 +54,8 @@ __device__ __forceinline__ void pack_parts(unsigned& high, unsigned& low, float 
 // Two products side by side for each row tile: 16 rows by 16 columns.
 __device__ __forceinline__ void multiply(
     float (&left)[4], float (&right)[4], const unsigned (&a)[4], const unsigned (&b)[4]) {
-    mma_m16n8k16(left, a, b[0], b[1]);
-    mma_m16n8k16(right, a, b[2], b[3]);
+    mma(left, a, b[0], b[1]);
+    mma(right, a, b[2], b[3]);
 }
 
 // sums = queries @ keys.T over the dimensions of CHUNK_STEPS steps, a warp's rows by BLOCK_K

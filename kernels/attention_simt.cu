@@ -1,6 +1,6 @@
 // attention_simt: out = softmax(q @ k.T / sqrt(HEAD_DIM)) @ v within each text and head, in fp32 throughout
-// out (num_tokens, NUM_HEADS * HEAD_DIM), qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) T, a row of qkv being all queries, all
-// keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM); rounded once, at the store; with MAX_DISTANCE defined,
+// out (num_tokens, NUM_HEADS * HEAD_DIM), qkv (num_tokens, 3 * NUM_HEADS * HEAD_DIM) Operand, a row of qkv being all
+// queries, all keys, all values; work (num_items, 3) i32; scale = 1 / sqrt(HEAD_DIM); rounded once, at the store; with MAX_DISTANCE defined,
 // bias (include/attention.cuh) is added to the scores
 // launch  grid = (num_items, NUM_HEADS), block = NUM_THREADS, smem = SMEM_BYTES; a thread has
 //         BLOCK_Q / 16 queries, which eight lanes share, and walks the text's keys in blocks of BLOCK_K
@@ -39,14 +39,14 @@ static_assert(sizeof(SharedStorage) <= SMEM_BYTES);
 
 // Copies ROWS rows times `scale`, of which the first num_rows exist; the others become zeros.
 template <int ROWS, int STRIDE>
-__device__ __forceinline__ void load_tile(float (*smem_tile)[STRIDE], const T* gmem_tile, int num_rows, float scale) {
+__device__ __forceinline__ void load_tile(float (*smem_tile)[STRIDE], const Operand* gmem_tile, int num_rows, float scale) {
     constexpr int ROW_VECTORS = HEAD_DIM / 4;
 #pragma unroll
     for (int i = 0; i < ROWS * ROW_VECTORS / NUM_THREADS; ++i) {
         int vector_idx = i * NUM_THREADS + threadIdx.x, row = vector_idx / ROW_VECTORS, dim = vector_idx % ROW_VECTORS * 4;
         Vector<float, 4> vector = {};
         if (row < num_rows) {
-            Vector<T, 4> source = load_vector<4>(gmem_tile + static_cast<size_t>(row) * QKV_STRIDE + dim);
+            Vector<Operand, 4> source = load_vector<4>(gmem_tile + static_cast<size_t>(row) * QKV_STRIDE + dim);
 #pragma unroll
             for (int element = 0; element < 4; ++element) vector.values[element] = to_float(source.values[element]) * scale;
         }
@@ -128,9 +128,9 @@ __device__ __forceinline__ void multiply_values(
 // The block's first THREAD_ROWS * ROW_STEP queries, of which num_queries exist, against all keys of the text.
 template <int THREAD_ROWS>
 __device__ __forceinline__ void attend(
-    T* out_rows,
-    const T* query_rows,
-    const T* key_rows,
+    Operand* out_rows,
+    const Operand* query_rows,
+    const Operand* key_rows,
     const float* bias,
     int first_query,
     int length,
@@ -151,7 +151,7 @@ __device__ __forceinline__ void attend(
     }
     for (int first_key = 0; first_key < length; first_key += BLOCK_K) {
         int num_keys = length - first_key;
-        const T* key_tile = key_rows + static_cast<size_t>(first_key) * QKV_STRIDE;
+        const Operand* key_tile = key_rows + static_cast<size_t>(first_key) * QKV_STRIDE;
         __syncthreads();  // of all threads: none reads the last keys and values any more
         load_tile<BLOCK_K>(shared.key, key_tile, num_keys, 1.0f);
         load_tile<BLOCK_K>(shared.value, key_tile + HIDDEN_SIZE, num_keys, 1.0f);
@@ -212,10 +212,10 @@ __device__ __forceinline__ void attend(
         if (row >= num_queries) continue;
 #pragma unroll
         for (int dim = 0; dim < THREAD_DIMS; dim += 4) {
-            Vector<T, 4> vector;
+            Vector<Operand, 4> vector;
 #pragma unroll
             for (int element = 0; element < 4; ++element) {
-                vector.values[element] = from_float<T>(context[i][dim + element] * inverse);
+                vector.values[element] = from_float<Operand>(context[i][dim + element] * inverse);
             }
             store_vector(out_rows + static_cast<size_t>(row) * HIDDEN_SIZE + dim * COLUMN_LANES + column * 4, vector);
         }
@@ -223,7 +223,7 @@ __device__ __forceinline__ void attend(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_simt(
-    T* out, const T* qkv, const int* work, float scale
+    Operand* out, const Operand* qkv, const int* work, float scale
 #if defined(MAX_DISTANCE)
     , const float* bias
 #endif
@@ -241,10 +241,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, MIN_BLOCKS) void attention_
     int first_query = item.first_query;
     if (first_query >= length) return;  // the whole block
     int num_queries = length - first_query;
-    const T* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
-    const T* query_rows = text_rows + static_cast<size_t>(first_query) * QKV_STRIDE;
-    const T* key_rows = text_rows + HIDDEN_SIZE;
-    T* out_rows = out + static_cast<size_t>(start + first_query) * HIDDEN_SIZE + blockIdx.y * HEAD_DIM;
+    const Operand* text_rows = qkv + static_cast<size_t>(start) * QKV_STRIDE + blockIdx.y * HEAD_DIM;
+    const Operand* query_rows = text_rows + static_cast<size_t>(first_query) * QKV_STRIDE;
+    const Operand* key_rows = text_rows + HIDDEN_SIZE;
+    Operand* out_rows = out + static_cast<size_t>(start + first_query) * HIDDEN_SIZE + blockIdx.y * HEAD_DIM;
     // A short text, or the tail of a long one, takes the same steps for each query, on fewer queries a thread.
     if (num_queries <= 2 * ROW_STEP) {
         attend<2>(out_rows, query_rows, key_rows, bias, first_query, length, scale, shared);

@@ -1,4 +1,4 @@
-// cast: out = x in another floating type, rounded to nearest even
+// cast: out = x in another floating type, rounded to nearest; of two as near to the even one, or, in tf32, away from zero
 // out (num_elements) TARGET; x (num_elements) SOURCE
 // launch  grid = ceil(num_elements / (NUM_THREADS * ELEMENTS_PER_THREAD)), block = NUM_THREADS, smem = 0
 // bound   memory: reads x once, writes out once
@@ -11,6 +11,8 @@ using Target = float;
 using Target = f16;
 #elif defined(TARGET_BF16)
 using Target = bf16;
+#elif defined(TARGET_TF32)
+using Target = tf32;
 #endif
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void cast(Target* out, const Source* x, int num_elements) {

@@ -40,5 +40,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void embed_layer_norm(
     sum.normalize(factor, shift, eps);
     size_t offset = static_cast<size_t>(row) * HIDDEN_SIZE;
     sum.store(residual + offset);
-    if constexpr (sizeof(Operand) != sizeof(float)) sum.store_operand_row(out, row, out_scale);
+#if !defined(DTYPE_F32)
+    sum.store_operand_row(out, row, out_scale);
+#endif
 }

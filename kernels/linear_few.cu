@@ -1,7 +1,7 @@
-// linear_few: out = activation(x @ weight^T + bias) for few rows, on the tensor cores of sm_90, for 16-bit T
-// out (max_rows, OUT_FEATURES) T; x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T by their tensor maps,
-// boxes of NUM_SLICES slices of BLOCK_M and BLOCK_N rows; bias (OUT_FEATURES) f32; row_count (1) i32; fp32 accumulators,
-// rounded once
+// linear_few: out = activation(x @ weight^T + bias) for few rows, on the tensor cores of sm_90, for 16 bits and tf32
+// out (max_rows, OUT_FEATURES) Out; x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) Operand by their tensor
+// maps, boxes of NUM_SLICES slices of BLOCK_M and BLOCK_N rows; bias (OUT_FEATURES) f32; row_count (1) i32; fp32
+// accumulators, rounded once
 // launch  grid = ceil(max_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS: after the warps that
 //         compute one that copies weights and one that copies x; smem = SMEM_BYTES, of which an SM has twice as much, so
 //         that weights come while the kernel before still runs
@@ -20,14 +20,16 @@
     !defined(NUM_SLICES) || !defined(NUM_STAGES) || !defined(NUM_THREADS) || !defined(SMEM_BYTES)
 #error "IN_FEATURES, OUT_FEATURES, GELU, BLOCK_M/N, NUM_SLICES, NUM_STAGES, NUM_THREADS, SMEM_BYTES: set by gkd.ops.linear"
 #endif
+#if !defined(DTYPE_F16) && !defined(DTYPE_BF16) && !defined(DTYPE_TF32)
+#error "DTYPE_F16, DTYPE_BF16 or DTYPE_TF32"
+#endif
 
-constexpr int SLICE_K = 64;  // elements of a row of 128 bytes, which is what the swizzle takes
+constexpr int SLICE_K = 128 / sizeof(Operand);  // elements of a row of 128 bytes, which is what the swizzle takes
 constexpr int NUM_STEPS = IN_FEATURES / (SLICE_K * NUM_SLICES);
 constexpr int NUM_TILES_N = (OUT_FEATURES + BLOCK_N - 1) / BLOCK_N;
 // NOTE: a warpgroup's product has 64 rows, and its chain is the slower one: it pays where all of them are there.
 constexpr bool BY_WARPGROUP = BLOCK_M == 64;
 constexpr int NUM_WARPS = BY_WARPGROUP ? 4 : BLOCK_N / 8;  // that compute
-static_assert(sizeof(T) == 2, "f16 or bf16");
 static_assert(BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64);
 static_assert(NUM_THREADS == (NUM_WARPS + 2) * 32);
 static_assert(IN_FEATURES % (SLICE_K * NUM_SLICES) == 0, "whole stages");
@@ -35,8 +37,8 @@ static_assert(NUM_STAGES > 1 || NUM_STEPS == 1, "a stage is given back once the 
 static_assert(OUT_FEATURES % 8 == 0, "rows start at 16 bytes");
 
 struct Stage {
-    T x[NUM_SLICES][BLOCK_M * SLICE_K];
-    T weight[NUM_SLICES][BLOCK_N * SLICE_K];
+    Operand x[NUM_SLICES][BLOCK_M * SLICE_K];
+    Operand weight[NUM_SLICES][BLOCK_N * SLICE_K];
 };
 struct SharedStorage {
     Stage stages[NUM_STAGES];
@@ -48,19 +50,19 @@ static_assert(sizeof(SharedStorage) <= SMEM_BYTES);
 // first counts as ended.
 template <int SIZE>
 __device__ __forceinline__ void produce(
-    SharedStorage& shared, T (Stage::*operand)[NUM_SLICES][SIZE], const TensorMap& map, int row) {
+    SharedStorage& shared, Operand (Stage::*operand)[NUM_SLICES][SIZE], const TensorMap& map, int row) {
 #pragma unroll 1
     for (int step = 0; step < NUM_STEPS; ++step) {
         int stage = step % NUM_STAGES;
         mbarrier_wait(&shared.empty[stage], step / NUM_STAGES % 2 ^ 1);
-        mbarrier_arrive_expect_tx(&shared.full[stage], NUM_SLICES * SIZE * sizeof(T));
+        mbarrier_arrive_expect_tx(&shared.full[stage], NUM_SLICES * SIZE * sizeof(Operand));
         tma_load_3d(shared.stages[stage].*operand, map, 0, row, step * NUM_SLICES, &shared.full[stage]);
     }
 }
 
 // Two neighbouring results of a row.
-__device__ __forceinline__ void store_pair(
-    T* out, int row, int column, float low, float high, const float (&bias)[2], int num_rows) {
+__device__ __forceinline__ void store_results(
+    Out* out, int row, int column, float low, float high, const float (&bias)[2], int num_rows) {
     low += bias[0];
     high += bias[1];
     if constexpr (GELU) {
@@ -68,7 +70,7 @@ __device__ __forceinline__ void store_pair(
         high = gelu(high);
     }
     if (row < num_rows && column < OUT_FEATURES) {
-        *reinterpret_cast<unsigned*>(out + static_cast<size_t>(row) * OUT_FEATURES + column) = pack(low, high);
+        store_pair(out + static_cast<size_t>(row) * OUT_FEATURES + column, low, high);
     }
 }
 
@@ -78,25 +80,26 @@ __device__ __forceinline__ void load_bias(float (&pair)[2], const float* bias, i
     pair[1] = exists ? bias[column + 1] : 0.0f;
 }
 
-// A warp's operands of two steps of 16 of K, in the registers' order of m16n8k16.
+// A warp's operands of two products' K, in the registers' order of mma.
 struct Fragments {
-    static constexpr int TILES_M = BLOCK_M / 16, K = 32;
+    static constexpr int TILES_M = BLOCK_M / 16, K = SLICE_K / 2;
 
     unsigned x[2][TILES_M][4];
     unsigned weight[4];
 
     __device__ __forceinline__ void load(const Stage& stage, int part, int warp_idx) {
         constexpr int SLICE_PARTS = SLICE_K / K;
-        const T *smem_x = stage.x[part / SLICE_PARTS], *smem_weight = stage.weight[part / SLICE_PARTS];
+        const Operand *smem_x = stage.x[part / SLICE_PARTS], *smem_weight = stage.weight[part / SLICE_PARTS];
         int lane_idx = threadIdx.x % 32, chunk = part % SLICE_PARTS * 4;
-        // 8 rows of the weights at each of the part's 4 chunks of 8; of x lanes 0-15 give 16 rows at a step's first 8 k, lanes
-        // 16-31 the same rows at the other 8.
-        ldmatrix_x4(weight, smem_weight + swizzle_128(warp_idx * 8 + lane_idx % 8, chunk + lane_idx / 8));
+        // 8 rows of the weights at each of the part's 4 chunks of 16 bytes; of x lanes 0-15 give 16 rows at a step's first chunk,
+        // lanes 16-31 the same rows at its second.
+        ldmatrix_x4(weight, smem_weight + swizzle_128<sizeof(Operand)>(warp_idx * 8 + lane_idx % 8, chunk + lane_idx / 8));
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
 #pragma unroll
             for (int m = 0; m < TILES_M; ++m) {
-                ldmatrix_x4(x[step][m], smem_x + swizzle_128(m * 16 + lane_idx % 16, chunk + step * 2 + lane_idx / 16));
+                int offset = swizzle_128<sizeof(Operand)>(m * 16 + lane_idx % 16, chunk + step * 2 + lane_idx / 16);
+                ldmatrix_x4(x[step][m], smem_x + offset);
             }
         }
     }
@@ -106,7 +109,7 @@ struct Fragments {
         for (int step = 0; step < 2; ++step) {
 #pragma unroll
             for (int m = 0; m < TILES_M; ++m) {
-                mma_m16n8k16(sums[m], x[step][m], weight[step * 2], weight[step * 2 + 1]);
+                mma(sums[m], x[step][m], weight[step * 2], weight[step * 2 + 1]);
             }
         }
     }
@@ -114,7 +117,7 @@ struct Fragments {
 
 // A warp computes 8 columns of all rows.
 __device__ __forceinline__ void compute_by_warp(
-    T* out, SharedStorage& shared, const float* bias, int row, int column, int num_rows) {
+    Out* out, SharedStorage& shared, const float* bias, int row, int column, int num_rows) {
     constexpr int NUM_PARTS = NUM_SLICES * SLICE_K / Fragments::K;
     static_assert(NUM_PARTS % 2 == 0, "a part's fragments are in the same registers in each stage");
     int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
@@ -149,14 +152,14 @@ __device__ __forceinline__ void compute_by_warp(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int out_row = row + m * 16 + half * 8 + lane_idx / 4;
-            store_pair(out, out_row, column, sums[m][half * 2], sums[m][half * 2 + 1], pair, num_rows);
+            store_results(out, out_row, column, sums[m][half * 2], sums[m][half * 2 + 1], pair, num_rows);
         }
     }
 }
 
 // The warpgroup computes all columns, each warp of 16 rows.
 __device__ __forceinline__ void compute_by_warpgroup(
-    T* out, SharedStorage& shared, const float* bias, int row, int column, int num_rows) {
+    Out* out, SharedStorage& shared, const float* bias, int row, int column, int num_rows) {
     int lane_idx = threadIdx.x % 32;
     column += lane_idx % 4 * 2;
     float pairs[BLOCK_N / 8][2];
@@ -171,7 +174,7 @@ __device__ __forceinline__ void compute_by_warpgroup(
 #pragma unroll
         for (int slice = 0; slice < NUM_SLICES; ++slice) {
 #pragma unroll
-            for (int k = 0; k < SLICE_K; k += 16) {
+            for (int k = 0; k < SLICE_K; k += SLICE_K / 4) {
                 unsigned long long x = wgmma_descriptor(shared.stages[stage].x[slice] + k);
                 unsigned long long weight = wgmma_descriptor(shared.stages[stage].weight[slice] + k);
                 wgmma(sums, x, weight, step > 0 || slice > 0 || k > 0);
@@ -189,13 +192,13 @@ __device__ __forceinline__ void compute_by_warpgroup(
         for (int half = 0; half < 2; ++half) {
             int out_row = row + threadIdx.x / 32 * 16 + half * 8 + lane_idx / 4;
             const float* values = &sums[n * 4 + half * 2];
-            store_pair(out, out_row, column + n * 8, values[0], values[1], pairs[n], num_rows);
+            store_results(out, out_row, column + n * 8, values[0], values[1], pairs[n], num_rows);
         }
     }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_few(
-    T* out,
+    Out* out,
     const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap weight_map,
     const float* bias,

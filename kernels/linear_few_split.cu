@@ -1,6 +1,6 @@
 // linear_few_split: out = activation(x @ weight^T + bias) for split operands and few rows, on the tensor cores of sm_90
 // x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) split (include/split.cuh) by their tensor maps, boxes of
-// BLOCK_M and BLOCK_N rows by 128 bytes; out (max_rows, OUT_FEATURES) f32 or, OUT_SPLIT, split by out_scale; bias
+// BLOCK_M and BLOCK_N rows by 128 bytes; out (max_rows, OUT_FEATURES) split by out_scale or, TO_SUM, f32; bias
 // (OUT_FEATURES) f32; row_count (1) i32; inverse_scale = 1 / (the scale of x * that of the weights)
 // launch  grid = ceil(max_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS: NUM_WARPS that multiply,
 //         BLOCK_N / 8 that add, one that copies weights and one that copies x; smem = SMEM_BYTES, of which an SM has twice
@@ -13,9 +13,9 @@
 #include "include/split.cuh"
 #include "include/tma.cuh"
 
-#if !defined(IN_FEATURES) || !defined(OUT_FEATURES) || !defined(GELU) || !defined(OUT_SPLIT) || !defined(BLOCK_M) || \
+#if !defined(IN_FEATURES) || !defined(OUT_FEATURES) || !defined(GELU) || !defined(TO_SUM) || !defined(BLOCK_M) || \
     !defined(BLOCK_N) || !defined(NUM_WARPS) || !defined(NUM_ROUNDS) || !defined(NUM_THREADS) || !defined(SMEM_BYTES)
-#error "IN_FEATURES, OUT_FEATURES, GELU, OUT_SPLIT, BLOCK_M/N, NUM_WARPS, NUM_ROUNDS, NUM_THREADS, SMEM_BYTES: set by gkd.ops.linear"
+#error "IN_FEATURES, OUT_FEATURES, GELU, TO_SUM, BLOCK_M/N, NUM_WARPS, NUM_ROUNDS, NUM_THREADS, SMEM_BYTES: set by gkd.ops.linear"
 #endif
 
 constexpr int CHUNK_K = 64;  // and the elements of a row of 128 bytes, which is what the swizzle takes
@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply(
                 ldmatrix_x4(x, smem_x[product == 1] + offset);
 #pragma unroll
                 for (int n = 0; n < BLOCK_N / 8; ++n) {
-                    mma_m16n8k16(sums[n], x, weight[n][step * 2], weight[n][step * 2 + 1]);
+                    mma(sums[n], x, weight[n][step * 2], weight[n][step * 2 + 1]);
                 }
             }
         }
@@ -144,11 +144,11 @@ __device__ __forceinline__ void add_chunks(
         values[i] = fmaf(values[i], inverse_scale, column_bias.values[i]);
         if constexpr (GELU) values[i] = gelu(values[i]);
     }
-#if OUT_SPLIT
-    store_operand<OUT_FEATURES>(out, first_row + row, column, values, out_scale);
-#else
+#if TO_SUM
     Vector<float, VECTOR> vector{{values[0], values[1], values[2], values[3]}};
     store_vector(out + static_cast<size_t>(first_row + row) * OUT_FEATURES + column, vector);
+#else
+    store_operand<OUT_FEATURES>(out, first_row + row, column, values, out_scale);
 #endif
 }
 

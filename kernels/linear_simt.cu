@@ -1,5 +1,5 @@
-// linear_simt: out = activation(x @ weight^T + bias) with fp32 multiply-adds, for any T
-// out (max_rows, OUT_FEATURES), x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) T, all at 16 bytes;
+// linear_simt: out = activation(x @ weight^T + bias) with fp32 multiply-adds, for any type but split
+// out (max_rows, OUT_FEATURES) Out, x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) Operand, all at 16 bytes;
 // bias (OUT_FEATURES) f32; row_count (1) i32; fp32 sums, rounded once
 // launch  grid = ceil(max_rows / BLOCK_M) * ceil(OUT_FEATURES / BLOCK_N), block = NUM_THREADS, smem = 0
 // bound   arithmetic: 8 x 8 outputs a thread, so that 16 shared loads of 16 bytes feed 256 multiply-adds
@@ -35,9 +35,9 @@ constexpr int ROW_STEP = NUM_THREADS / ROW_VECTORS;
 static_assert(BLOCK_M % ROW_STEP == 0 && BLOCK_N % ROW_STEP == 0, "each thread loads the same number of vectors");
 
 // Elements [k, k + VECTOR) of a row of x or of the weights, zeros where there are none.
-__device__ __forceinline__ Vector<T, VECTOR> load_piece(const T* matrix, int row, int num_rows, int k) {
-    const T* piece = matrix + static_cast<size_t>(row) * IN_FEATURES + k;
-    Vector<T, VECTOR> vector{};
+__device__ __forceinline__ Vector<Operand, VECTOR> load_piece(const Operand* matrix, int row, int num_rows, int k) {
+    const Operand* piece = matrix + static_cast<size_t>(row) * IN_FEATURES + k;
+    Vector<Operand, VECTOR> vector{};
     if (row >= num_rows) return vector;
     if constexpr (IN_FEATURES % VECTOR == 0) {
         if (k < IN_FEATURES) vector = load_vector<VECTOR>(piece);
@@ -53,9 +53,9 @@ __device__ __forceinline__ Vector<T, VECTOR> load_piece(const T* matrix, int row
 // A thread's share of a tile on its way from global to shared memory: in registers while the tile before is multiplied.
 template <int ROWS>
 struct TileShare {
-    Vector<T, VECTOR> vectors[ROWS / ROW_STEP];
+    Vector<Operand, VECTOR> vectors[ROWS / ROW_STEP];
 
-    __device__ __forceinline__ void load(const T* matrix, int first_row, int num_rows, int first_k) {
+    __device__ __forceinline__ void load(const Operand* matrix, int first_row, int num_rows, int first_k) {
 #pragma unroll
         for (int i = 0; i < ROWS / ROW_STEP; ++i) {
             int row = first_row + threadIdx.x / ROW_VECTORS + i * ROW_STEP;
@@ -76,7 +76,7 @@ struct TileShare {
 };
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_simt(
-    T* out, const T* x, const T* weight, const float* bias, const int* row_count) {
+    Out* out, const Operand* x, const Operand* weight, const float* bias, const int* row_count) {
     grid_launch_next();
     grid_wait();
     __shared__ __align__(16) float smem_x[2][BLOCK_M][SMEM_STRIDE];
@@ -158,7 +158,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void linear_simt(
 #if defined(TANH)
             value = tanhf(value);
 #endif
-            if (row < num_rows) out[static_cast<size_t>(row) * OUT_FEATURES + column] = from_float<T>(value);
+            if (row < num_rows) out[static_cast<size_t>(row) * OUT_FEATURES + column] = from_float<Out>(value);
         }
     }
 }

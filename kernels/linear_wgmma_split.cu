@@ -1,6 +1,6 @@
 // linear_wgmma_split: out = activation(x @ weight^T + bias) on the tensor cores of sm_90, for split operands
 // x (max_rows, IN_FEATURES), weight (OUT_FEATURES, IN_FEATURES) split (include/split.cuh), by tensor maps of boxes of BLOCK_M and
-// BLOCK_N rows by 128 bytes; out (max_rows, OUT_FEATURES) f32 or, OUT_SPLIT, split by out_scale; bias (OUT_FEATURES) f32;
+// BLOCK_N rows by 128 bytes; out (max_rows, OUT_FEATURES) split by out_scale or, TO_SUM, f32; bias (OUT_FEATURES) f32;
 // row_count (1) i32; inverse_scale = 1 / (the scale of x * that of the weights)
 // launch  grid = at most one block for each tile of BLOCK_M x BLOCK_N results, tiles of a row first; block = NUM_THREADS,
 //         smem = SMEM_BYTES
@@ -15,9 +15,9 @@
 #include "include/tma.cuh"
 #include "include/wgmma.cuh"
 
-#if !defined(IN_FEATURES) || !defined(OUT_FEATURES) || !defined(GELU) || !defined(OUT_SPLIT) || !defined(BLOCK_M) || \
+#if !defined(IN_FEATURES) || !defined(OUT_FEATURES) || !defined(GELU) || !defined(TO_SUM) || !defined(BLOCK_M) || \
     !defined(BLOCK_N) || !defined(NUM_STAGES) || !defined(NUM_THREADS) || !defined(MIN_BLOCKS) || !defined(SMEM_BYTES)
-#error "IN_FEATURES, OUT_FEATURES, GELU, OUT_SPLIT, BLOCK_M/N, NUM_STAGES, NUM_THREADS, SMEM_BYTES: set by gkd.ops.linear"
+#error "IN_FEATURES, OUT_FEATURES, GELU, TO_SUM, BLOCK_M/N, NUM_STAGES, NUM_THREADS, SMEM_BYTES: set by gkd.ops.linear"
 #endif
 
 constexpr int CHUNK_K = 64;  // and the elements of a row of 128 bytes, which is what the swizzle takes
@@ -99,10 +99,10 @@ __device__ __forceinline__ void store(
                 if constexpr (GELU) values[i] = gelu(values[i]);
             }
             if (row >= num_rows) continue;
-#if OUT_SPLIT
-            store_operand<OUT_FEATURES>(out, row, column, values, out_scale);
-#else
+#if TO_SUM
             store_vector(out + static_cast<size_t>(row) * OUT_FEATURES + column, Vector<float, 2>{{values[0], values[1]}});
+#else
+            store_operand<OUT_FEATURES>(out, row, column, values, out_scale);
 #endif
         }
     }

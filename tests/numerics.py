@@ -10,10 +10,22 @@ from gkd.ops import Cast
 
 Array = NDArray[Any]
 
-UNIT = {DType.F32: 2.0**-24, DType.F16: 2.0**-11, DType.BF16: 2.0**-8, DType.SPLIT: 2.0**-22}
+UNIT = {
+    DType.F32: 2.0**-24,
+    DType.F16: 2.0**-11,
+    DType.BF16: 2.0**-8,
+    DType.TF32: 2.0**-11,
+    DType.SPLIT: 2.0**-22,
+}
 """Of rounding: half of the gap between neighbours, relative to the value."""
 
-SMALLEST_NORMAL = {DType.F32: 2.0**-126, DType.F16: 2.0**-14, DType.BF16: 2.0**-126, DType.SPLIT: 2.0**-3}
+SMALLEST_NORMAL = {
+    DType.F32: 2.0**-126,
+    DType.F16: 2.0**-14,
+    DType.BF16: 2.0**-126,
+    DType.TF32: 2.0**-126,
+    DType.SPLIT: 2.0**-3,
+}
 """Below it the error is no longer relative. A split number ends with the smallest f16, 2^-24."""
 
 
@@ -42,6 +54,8 @@ def widened(array: Array) -> Array:
         wide = np.empty(array.shape, np.float32)
         Cast(DType.BF16, DType.F32).reference(wide, array)
         return wide.astype(np.float64)
+    if dtype is DType.TF32:
+        array = array.view(np.float32)
     if dtype is DType.SPLIT:
         with np.errstate(invalid="ignore"):  # infinity and its like of the other sign
             high, low = np.split(array.view(np.float16).astype(np.float64), 2, axis=-1)
@@ -59,6 +73,7 @@ def assert_close(got: Array, want: Array, bound: Array | float) -> None:
     """|got - want| is within the computation's error `bound` and one rounding to the type of `got`; NaN fails."""
     dtype = dtype_of(got)
     assert dtype is not None
+    assert dtype is not DType.TF32 or not (got.view(np.uint32) & 0x1FFF).any(), "not rounded"
     assert got.shape == want.shape
     error = np.abs(widened(got) - want)
     tolerance = bound + UNIT[dtype] * np.maximum(np.abs(want) + bound, SMALLEST_NORMAL[dtype])

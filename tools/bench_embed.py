@@ -5,10 +5,10 @@
 MODEL is a directory, as `python -m tools.make_model DEST --preset bge-m3` writes. PyTorch runs transformers' model of
 the same weights with its fused attention, eagerly and, for single texts, as one CUDA graph; texts are sorted by length
 and padded in batches of 32, as sentence-transformers does. Token ids go in and vectors come out on the host, on both
-sides. Where texts are of one length, `library parts` is the time of cuBLAS's products and PyTorch's fused attention
-alone, every layer whole: the bound of an engine made of libraries. The figure is the median; the fastest and the
-slowest stand beside it. Short calls are made several at a turn. The first of them, which finds the host's caches full
-of the others' work and its threads asleep, stands apart.
+sides. For tf32 PyTorch keeps f32 and is allowed to multiply in tf32. Where texts are of one length, `library parts` is
+the time of cuBLAS's products and PyTorch's fused attention alone, every layer whole: the bound of an engine made of
+libraries. The figure is the median; the fastest and the slowest stand beside it. Short calls are made several at a
+turn. The first of them, which finds the host's caches full of the others' work and its threads asleep, stands apart.
 
 `--sweep` measures ours and eager PyTorch over the length and the number of texts, too, as far as the model reads;
 `python -m tools.plot_bench` draws that.
@@ -38,7 +38,8 @@ from tools.sweeps import SWEEPS
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH_BATCH = 32
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+# tf32 is how torch multiplies f32, if it is allowed to.
+DTYPES = {"f32": torch.float32, "tf32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 # Tokens of each text.
 WORKLOADS: dict[str, list[int]] = {
@@ -97,8 +98,14 @@ def ours(model: Path, dtype: str) -> Encode:
     return encode
 
 
-def torch_eager(module: Any) -> Encode:
+def allow_tf32(dtype: str) -> None:
+    """Says whether torch may round f32 operands of the products that are queued or captured from here on."""
+    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+
+
+def torch_eager(module: Any, dtype: str) -> Encode:
     def encode(texts: Ids) -> Vectors:
+        allow_tf32(dtype)
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         vectors = np.empty((len(texts), module.config.hidden_size), np.float32)
         for start in range(0, len(order), TORCH_BATCH):
@@ -110,8 +117,9 @@ def torch_eager(module: Any) -> Encode:
     return encode
 
 
-def torch_graph(module: Any, length: int) -> Encode:
+def torch_graph(module: Any, dtype: str, length: int) -> Encode:
     """For one text of this length."""
+    allow_tf32(dtype)
     ids = torch.full((1, length), 5, dtype=torch.long, device="cuda")
     mask = torch.ones_like(ids)
     graph = Captured(lambda: forward(module, ids, mask))
@@ -152,6 +160,7 @@ def library_parts(config: ModelConfig, dtype: str, lengths: list[int]) -> Callab
             torch.mm(states, up.T, out=inner_states)
             torch.mm(inner_states, down.T, out=projected)
 
+    allow_tf32(dtype)
     graph = Captured(queue)
 
     def run(_: Ids) -> None:
@@ -161,8 +170,8 @@ def library_parts(config: ModelConfig, dtype: str, lengths: list[int]) -> Callab
     return run
 
 
-def load_torch(model: Path, dtype: str) -> Any:
-    module = AutoModel.from_pretrained(model, dtype=DTYPES[dtype], attn_implementation="sdpa")
+def load_torch(model: Path, dtype: torch.dtype) -> Any:
+    module = AutoModel.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
     return module.cuda().eval()
 
 
@@ -303,15 +312,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON record for each row")
     arguments = parser.parse_args(argv)
 
-    torch.backends.cuda.matmul.allow_tf32 = False
     where = machine() | {"model": arguments.model.name}
     print(where)
     config = read_config(arguments.model)
-    modules = {dtype: load_torch(arguments.model, dtype) for dtype in dict.fromkeys(["f32", *arguments.dtypes])}
-    exact = torch_eager(modules["f32"])
+    loaded: dict[torch.dtype, Any] = {}
+    for kind in (DTYPES[dtype] for dtype in ("f32", *arguments.dtypes)):
+        loaded[kind] = loaded.get(kind) or load_torch(arguments.model, kind)
+    modules = {dtype: loaded[DTYPES[dtype]] for dtype in ("f32", *arguments.dtypes)}
+    exact = torch_eager(modules["f32"], "f32")
     rows: Rows = {}
     for dtype in arguments.dtypes:
-        rows |= {f"ours {dtype}": ours(arguments.model, dtype), f"torch {dtype}": torch_eager(modules[dtype])}
+        rows |= {f"ours {dtype}": ours(arguments.model, dtype), f"torch {dtype}": torch_eager(modules[dtype], dtype)}
 
     def measure(rows: Rows, lengths: list[int], default_s: float, what: dict[str, Any]) -> None:
         seconds = default_s if arguments.seconds is None else arguments.seconds
@@ -326,7 +337,7 @@ def main(argv: list[str]) -> int:
         peers: Rows = {}
         for dtype in arguments.dtypes:
             if len(lengths) == 1:
-                peers[f"torch graph {dtype}"] = torch_graph(modules[dtype], lengths[0])
+                peers[f"torch graph {dtype}"] = torch_graph(modules[dtype], dtype, lengths[0])
             if len(set(lengths)) == 1:
                 peers[f"library parts {dtype}"] = library_parts(config, dtype, lengths)
         measure(rows | peers, lengths, WORKLOAD_SECONDS, {"workload": workload})

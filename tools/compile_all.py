@@ -39,10 +39,10 @@ DTYPES = (DType.F32, DType.F16, DType.BF16)
 # Everything for the two that most users have; for each of the others one dtype, which finds what it lacks.
 MATRIX = {
     75: (DType.F16,),
-    80: DTYPES,
+    80: (*DTYPES, DType.TF32),
     86: (DType.F32,),
     89: (DType.BF16,),
-    90: (*DTYPES, DType.SPLIT),
+    90: (*DTYPES, DType.TF32, DType.SPLIT),
     100: (DType.BF16,),
     120: (DType.F16,),
 }
@@ -95,8 +95,12 @@ HEADS: tuple[Operator, ...] = (
 
 def operators(dtype: DType) -> list[Operator]:
     """What engines run in a precision: the forward of each model, and the casts of its weights."""
-    forwards = [op for geometry in GEOMETRIES for op in Operators(geometry.config, dtype).all()]
+    # What tf32 may lack shows at one geometry: everything else differs from 16 bits in the size of an element alone.
+    geometries = GEOMETRIES[:1] if dtype is DType.TF32 else GEOMETRIES
+    forwards = [op for geometry in geometries for op in Operators(geometry.config, dtype).all()]
     weights: list[Operator] = [Cast(source, target) for source, target in permutations(DTYPES, 2)]
+    if dtype is DType.TF32:
+        weights = [Cast(source, dtype) for source in DTYPES]
     if dtype is DType.SPLIT:
         widths = {width for geometry in GEOMETRIES for width in (geometry.hidden_size, geometry.intermediate_size)}
         weights = [*(Split(source) for source in DTYPES), *(RowBounds(width) for width in sorted(widths))]

@@ -21,8 +21,8 @@ from matplotlib.ticker import LogLocator
 from tools.sweeps import SWEEPS
 
 TEXT_COLOR = "#6e7b87"
-COLORS = {"f32": "#2f81f7", "f16": "#c2410c", "bf16": "#12925f"}
-MARKERS = {"f32": "o", "f16": "s", "bf16": "^"}
+COLORS = {"f32": "#2f81f7", "tf32": "#a855f7", "f16": "#c2410c", "bf16": "#12925f"}
+MARKERS = {"f32": "o", "tf32": "D", "f16": "s", "bf16": "^"}
 LINE_STYLES = {"ours": "-", "torch": "--"}
 
 STYLE: dict[Any, Any] = {
@@ -127,7 +127,7 @@ def plot(dest: Path, records: list[Record]) -> None:
         axes.yaxis.set_major_formatter("{x:,.9g}")
         axes.minorticks_off()
         axes.grid()
-        axes.legend(ncols=len(COLORS))
+        axes.legend(ncols=len({record.row.rpartition(" ")[2] for record in records}))
         figure.supxlabel(
             f"{records[0].caption}\nlines: medians; bands: from the fastest call to the slowest", fontsize=9
         )

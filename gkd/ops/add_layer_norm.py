@@ -24,8 +24,9 @@ class AddLayerNorm:
 
     Shapes:  out, residual, x (max_rows, hidden_size); gamma, beta (hidden_size,); num_rows (1,): so many first rows are
              computed.
-    Dtypes:  one floating dtype for out and x, but f32 for x where out is split; residual, gamma and beta in its
-             accumulator's, f32 for 16 bits. Where out's and residual's are one, out is residual itself. int32 num_rows.
+    Dtypes:  one floating dtype for out and x, but f32 for x where out is split or tf32; residual, gamma and beta in
+             its accumulator's, f32 for 16 bits. Where out's and residual's are one, out is residual itself. int32
+             num_rows.
     """
 
     hidden_size: int

@@ -48,13 +48,14 @@ class _Tiling:
 _PLAIN = _Tiling("attention_plain", 4, 32)
 
 
-def _mma_tiling(head_dim: int, arch: int, has_bias: bool) -> _Tiling:
-    """Queries, and two stages of keys and values: 24, 48 and 64 KiB."""
-    # For 12.x, NVRTC 12.9 spills with more queries of 128 dimensions.
-    block_q, block_k = 64 if head_dim == 128 and arch >= 120 else 128, 32 if head_dim == 128 else 64
-    # With a bias, and for 12.x NVRTC 12.9 without one, three spill.
-    min_blocks = 3 if head_dim == 32 and arch < 120 and not has_bias else 2
-    smem_bytes = 2 * head_dim * (block_q + 2 * 2 * block_k)
+def _mma_tiling(dtype: DType, head_dim: int, arch: int, has_bias: bool) -> _Tiling:
+    """Queries, and two stages of keys and values: 24, 48 and 64 KiB in 16 bits, and 48 and 96 KiB in tf32."""
+    # More queries of 128 dimensions: for 12.x NVRTC 12.9 spills, and those of tf32 do not fit into a block's memory.
+    small = head_dim == 128 and (arch >= 120 or dtype is DType.TF32)
+    block_q, block_k = 64 if small else 128, 32 if head_dim == 128 else 64
+    # With a bias, in tf32, and for 12.x NVRTC 12.9 in any case, three spill.
+    min_blocks = 3 if head_dim == 32 and arch < 120 and not has_bias and dtype is not DType.TF32 else 2
+    smem_bytes = dtype.itemsize * head_dim * (block_q + 2 * 2 * block_k)
     return _Tiling("attention_mma", block_q, block_k, (("MIN_BLOCKS", min_blocks),), smem_bytes)
 
 
@@ -115,8 +116,8 @@ class Attention:
     Source:  Milakov & Gimelshein 2018, the running maximum and sum; blocks as in Dao et al. 2022.
 
     `kernel` is what runs on a GPU: `wgmma` takes 16 bits, head widths of 64 and 128, compute capability 9.0, and no
-    bias; `mma` 16 bits and split operands, head widths of 32, 64 and 128, and 8.0 and later; `simt` these widths, but
-    no split operands; `plain` any up to 256; `auto` is the first of them that can. Each adds in an order of its own.
+    bias; `mma` all but f32, head widths of 32, 64 and 128, and 8.0 and later; `simt` these widths, but no split
+    operands; `plain` any up to 256; `auto` is the first of them that can. Each adds in an order of its own.
     """
 
     num_heads: int
@@ -185,9 +186,11 @@ class Attention:
             return "plain"
         if dtype is DType.SPLIT:
             return "mma" if arch >= 80 else "plain"
-        if dtype not in (DType.F16, DType.BF16) or arch < 80:
+        if dtype is DType.F32 or arch < 80:
             return "simt"
-        return "wgmma" if arch == 90 and self.head_dim >= 64 and self.max_distance is None else "mma"
+        # Values are a right operand in columns, which wgmma takes in 16 bits only.
+        by_wgmma = arch == 90 and self.head_dim >= 64 and self.max_distance is None and dtype is not DType.TF32
+        return "wgmma" if by_wgmma else "mma"
 
     def _tilings(self, dtype: DType, arch: int) -> tuple[_Tiling, ...]:
         has_bias = self.max_distance is not None
@@ -197,7 +200,7 @@ class Attention:
             case "mma" if dtype is DType.SPLIT:
                 return _MMA_SPLIT[self.head_dim] if arch == 90 and not has_bias else _MMA_SPLIT[self.head_dim][:1]
             case "mma":
-                return (_mma_tiling(self.head_dim, arch, has_bias),)
+                return (_mma_tiling(dtype, self.head_dim, arch, has_bias),)
             case "simt":
                 return (_simt_tiling(self.head_dim, arch),)
             case _:

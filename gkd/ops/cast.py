@@ -1,4 +1,4 @@
-"""out = x in another floating type: how 16-bit checkpoints become float32 and back."""
+"""out = x in another floating type: how a checkpoint's weights become those of the computation."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +16,11 @@ _ELEMENTS_PER_THREAD = 8
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """out = x, rounded to nearest even where `target` is narrower; NaN stays NaN.
+    """out = x, rounded to nearest where `target` is narrower, of two as near to the even one, or, as the devices do in
+    tf32, away from zero; NaN stays NaN.
 
     Shapes:  out, x of one shape.
-    Dtypes:  f32, f16 or bf16, on either side.
+    Dtypes:  f32, f16 or bf16, on either side; tf32 as the target.
     """
 
     source: DType
@@ -37,7 +38,10 @@ class Cast:
             out[...] = x
             return
         wide = _widen_bf16(x) if self.source is DType.BF16 else x.astype(np.float32, copy=False)
-        out[...] = _narrow_bf16(wide) if self.target is DType.BF16 else wide
+        if self.target is DType.TF32:
+            out[...] = _round_tf32(wide)
+        else:
+            out[...] = _narrow_bf16(wide) if self.target is DType.BF16 else wide
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
         defines = (
@@ -65,3 +69,10 @@ def _narrow_bf16(x: Array) -> Array:
     # Rounding would carry a NaN's mantissa into the exponent: truncate it and keep it quiet instead.
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     return np.where(np.isnan(x), quiet, rounded).astype(np.uint16)
+
+
+def _round_tf32(x: Array) -> Array:
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    # The other 13 bits are zero. A carry into the exponent is right; a NaN's would go on into the sign.
+    rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), rounded).view(DType.TF32.storage)

@@ -11,7 +11,7 @@ from gkd.kernel import KernelPlan
 # A NumPy array, in references; a device tensor has the `shape` and `dtype` that contracts look at.
 Array = NDArray[Any]
 
-FLOATS = (DType.F32, DType.F16, DType.BF16, DType.F64, DType.SPLIT)
+FLOATS = (DType.F32, DType.F16, DType.BF16, DType.TF32, DType.F64, DType.SPLIT)
 
 
 class Operator(Protocol):

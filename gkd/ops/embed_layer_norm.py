@@ -24,8 +24,8 @@ class EmbedLayerNorm:
              token_type (num_types, hidden_size); gamma, beta (hidden_size,);
              num_rows (1,): so many first rows are computed.
     Dtypes:  int32 ids in range, which the caller has checked, and num_rows; one floating dtype for the tables and out,
-             but f32 for the tables where out is split; residual, gamma and beta in its accumulator's, f32 for 16 bits.
-             Where out's and residual's are one, out is residual itself.
+             but f32 for the tables where out is split or tf32; residual, gamma and beta in its accumulator's, f32 for
+             16 bits. Where out's and residual's are one, out is residual itself.
     Source:  the order of the sum is transformers' BertEmbeddings.
     """
 

@@ -40,7 +40,7 @@ class GatherRows:
         out[: num_rows[0]] = x[rows[: num_rows[0]]]
 
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
-        # A split row is moved as what it takes the place of.
+        # A row of split or tf32 is moved as the f32 that it takes the place of.
         defines = (dtype_define(self.dtype.summand), ("WIDTH", self.width), ("NUM_THREADS", _NUM_THREADS))
         spec = KernelSpec(self.name, defines)
         return KernelPlan((spec,), partial(self._launch, spec))

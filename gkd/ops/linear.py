@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from gkd.dtype import DType, scale_of
+from gkd.dtype import DType, dtype_of, scale_of
 from gkd.kernel import KernelPlan, KernelSpec, Launch, TensorMap, ceil_div, dtype_define
 from gkd.ops.blocks import row_blocks
 from gkd.ops.contract import Array, Signature, float_dtype
@@ -36,10 +36,14 @@ class _Tiling:
     slices: int = 0
     """Of a box of its tensor maps."""
 
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self, dtype: DType) -> tuple[tuple[str, int], ...]:
         tile = (("BLOCK_M", self.block_m), ("BLOCK_N", self.block_n), ("NUM_THREADS", self.num_threads))
-        return (*tile, *self.constants)
+        depth = (("BLOCK_K", _ROW_BYTES // dtype.itemsize),) if self.kernel == "linear_mma" else ()
+        return (*tile, *self.constants, *depth)
+
+
+# Of K, in the stages of the kernels for tensor cores: what a swizzle takes.
+_ROW_BYTES = 128
 
 
 # CHUNK_K is part of the order of the sums, which every fp32 kernel follows: one chain over a K of 1024 to 4096 would be
@@ -48,11 +52,11 @@ _SIMT = _Tiling("linear_simt", 128, 64, 128, (("CHUNK_K", 64),))
 
 
 def _mma_tiling(block: tuple[int, int], warp: tuple[int, int], num_stages: int) -> _Tiling:
-    """Blocks of (m, n) results, (m, n) of them a warp, from so many stages of 64 columns of K."""
-    (block_m, block_n), (warp_m, warp_n), block_k = block, warp, 64
+    """Blocks of (m, n) results, (m, n) of them a warp, from so many stages."""
+    (block_m, block_n), (warp_m, warp_n) = block, warp
     num_warps = max(4, block_m * block_n // (warp_m * warp_n))
-    constants = (("WARP_M", warp_m), ("WARP_N", warp_n), ("BLOCK_K", block_k), ("NUM_STAGES", num_stages))
-    smem_bytes = num_stages * (block_m + block_n) * block_k * 2
+    constants = (("WARP_M", warp_m), ("WARP_N", warp_n), ("NUM_STAGES", num_stages))
+    smem_bytes = num_stages * (block_m + block_n) * _ROW_BYTES
     return _Tiling("linear_mma", block_m, block_n, num_warps * 32, constants, smem_bytes)
 
 
@@ -71,15 +75,18 @@ _MMA_FEW_ROWS = (
 )
 
 
-def _wgmma_tiling(num_stages: int) -> _Tiling:
-    """Stages of x and weight, the results of two consumers, and the barriers of the stages: 224 KiB for five."""
+def _wgmma_tiling(num_stages: int, result_bytes: int) -> _Tiling:
+    """Stages of x and weight, two consumers' results of so many bytes, and the barriers of the stages: 224 KiB."""
     block_m, block_n = 128, 128
-    smem_bytes = 2 * (num_stages * (block_m + block_n) * 64 + 2 * block_m * block_n) + 16 * (num_stages + 1)
+    smem_bytes = num_stages * (block_m + block_n) * _ROW_BYTES + 2 * block_m * block_n * result_bytes
+    smem_bytes += 16 * (num_stages + 1)
     constants = (("NUM_STAGES", num_stages), ("SMEM_BYTES", smem_bytes))
     return _Tiling("linear_wgmma", block_m, block_n, 384, constants, smem_bytes)
 
 
-_WGMMA = _wgmma_tiling(num_stages=5)
+_WGMMA = _wgmma_tiling(num_stages=5, result_bytes=2)
+# Results of 4 bytes leave from registers.
+_WGMMA_TF32 = _wgmma_tiling(num_stages=7, result_bytes=0)
 
 
 def _wgmma_split_tiling(block_m: int, block_n: int, num_stages: int, min_blocks: int) -> _Tiling:
@@ -107,11 +114,11 @@ def _few_columns(out_features: int, row_blocks: int, most: int) -> int:
     return min(next((columns for columns, num_blocks in blocks if num_blocks <= _FEW_BLOCKS), most), most)
 
 
-def _few_tiling(in_features: int, out_features: int, max_rows: int) -> _Tiling:
-    """Stages of some slices of 64 columns of K. A warp computes 8 columns, or a warpgroup 64 rows."""
-    block_m, num_slices_k = min(64, max_rows), in_features // 64
+def _few_tiling(row_bytes: int, out_features: int, max_rows: int) -> _Tiling:
+    """Stages of some slices of rows of x and weight. A warp computes 8 columns, or a warpgroup 64 rows."""
+    block_m, num_slices_k = min(64, max_rows), row_bytes // _ROW_BYTES
     block_n = _few_columns(out_features, ceil_div(max_rows, block_m), 64)
-    slice_bytes = (block_m + block_n) * 128
+    slice_bytes = (block_m + block_n) * _ROW_BYTES
     # A copy costs the copy engine 50 to 100 cycles however small it is; some stages have to be under way.
     fitting = (n for n in (4, 2) if num_slices_k % n == 0 and 4 * n * slice_bytes <= _FEW_SMEM_BYTES)
     num_slices = next(fitting, 1)
@@ -150,11 +157,12 @@ class Linear:
              weight (out_features, in_features), bias (out_features,);
              num_rows (1,): so many first rows are computed, and what the others of out hold is undefined.
     Dtypes:  one floating dtype; bias in its accumulator's, f32 for 16 bits; int32 num_rows. With `to_sum`, out is what
-             is added to something, and not an operand again: f32 where operands are split.
+             is added to something, and not an operand again: f32 where operands are split or tf32.
 
-    `kernel` is what runs on a GPU: `wgmma` takes 16 bits, in_features and out_features % 8 == 0, or split operands,
-    in_features % 64 == 0, and compute capability 9.0; `mma` 16 bits, in_features % 8 == 0, and 8.0 and later; `simt`
-    anything but split operands; `auto` is the first of them that can, with kernels of its own for few rows on 9.0.
+    `kernel` is what runs on a GPU: `wgmma` takes 16 bits and tf32, rows of x of whole 16 bytes, or split operands,
+    in_features % 64 == 0, out_features % 8 == 0, and compute capability 9.0; `mma` 16 bits and tf32, rows of x of whole
+    16 bytes, and 8.0 and later; `simt` anything but split operands; `auto` is the first of them that can, with kernels
+    of its own for few rows on 9.0.
     All but `simt`, which adds in another order, give the same bits. The activation `tanh` is `simt`'s alone.
     """
 
@@ -199,18 +207,20 @@ class Linear:
     def plan(self, dtype: DType, arch: int) -> KernelPlan:
         sizes = (("IN_FEATURES", self.in_features), ("OUT_FEATURES", self.out_features))
         constants: tuple[tuple[str, int], ...] = (dtype_define(dtype), *sizes, ("GELU", int(self.activation == "gelu")))
-        if dtype is DType.SPLIT:
-            constants = (*constants, ("OUT_SPLIT", int(not self.to_sum)))
+        if dtype.summand is not dtype:
+            constants = (*constants, ("TO_SUM", int(self.to_sum)))
         if self.activation == "tanh":
             constants = (*constants, ("TANH", 1))
         kernels = [
-            (max_rows, KernelSpec(tiling.kernel, (*constants, *tiling.defines)), tiling)
+            (max_rows, KernelSpec(tiling.kernel, (*constants, *tiling.defines(dtype))), tiling)
             for max_rows, tiling in self._tilings(dtype, arch)
         ]
         return KernelPlan(tuple(dict.fromkeys(spec for _, spec, _ in kernels)), partial(self._launch, kernels))
 
     def _tilings(self, dtype: DType, arch: int) -> tuple[tuple[float, _Tiling], ...]:
         """Each with the most rows that it is used for."""
+        many = _WGMMA_TF32 if dtype is DType.TF32 else _WGMMA
+        row_bytes = self.in_features * dtype.itemsize
         match self._choose(dtype, arch) if self.kernel == "auto" else self.kernel:
             case "wgmma" if dtype is DType.SPLIT and self.kernel == "wgmma":
                 return ((math.inf, _WGMMA_SPLIT),)
@@ -220,12 +230,12 @@ class Linear:
                 some = ((rows, _some_split_tiling(self.out_features, rows)) for rows in _SOME_SPLIT_ROWS)
                 return (*few, *some, (math.inf, _WGMMA_SPLIT))
             case "wgmma" if self.kernel == "wgmma":
-                return ((math.inf, _WGMMA),)
-            case "wgmma" if self.in_features % 64 != 0:
-                return (*_MMA_FEW_ROWS, (math.inf, _WGMMA))
+                return ((math.inf, many),)
+            case "wgmma" if row_bytes % _ROW_BYTES != 0:
+                return (*_MMA_FEW_ROWS, (math.inf, many))
             case "wgmma":
-                few = ((rows, _few_tiling(self.in_features, self.out_features, rows)) for rows in _FEW_ROWS)
-                return (*few, *(entry for entry in _MMA_FEW_ROWS if entry[0] > _FEW_ROWS[-1]), (math.inf, _WGMMA))
+                few = ((rows, _few_tiling(row_bytes, self.out_features, rows)) for rows in _FEW_ROWS)
+                return (*few, *(entry for entry in _MMA_FEW_ROWS if entry[0] > _FEW_ROWS[-1]), (math.inf, many))
             case "mma":
                 return (*_MMA_FEW_ROWS, (math.inf, _MMA_SM100 if 100 <= arch < 120 else _MMA))
             case _:
@@ -238,7 +248,9 @@ class Linear:
     def _choose(self, dtype: DType, arch: int) -> LinearKernel:
         if dtype is DType.SPLIT:
             return "wgmma"
-        if dtype not in (DType.F16, DType.BF16) or arch < 80 or self.in_features % 8 != 0 or self.activation == "tanh":
+        if dtype not in (DType.F16, DType.BF16, DType.TF32) or arch < 80 or self.activation == "tanh":
+            return "simt"
+        if self.in_features * dtype.itemsize % 16 != 0:
             return "simt"
         return "wgmma" if arch == 90 and self.out_features % 8 == 0 else "mma"
 
@@ -257,7 +269,8 @@ class Linear:
         matrices: tuple[Any, ...] = (out, x, weight)
         if persistent or tiling.kernel.startswith("linear_few"):
             maps = (TensorMap(x, tiling.block_m, tiling.slices), TensorMap(weight, tiling.block_n, tiling.slices))
-            matrices = (TensorMap(out, tiling.block_m) if tiling.kernel == "linear_wgmma" else out, *maps)
+            out_by_map = tiling.kernel == "linear_wgmma" and dtype_of(x) is not DType.TF32
+            matrices = (TensorMap(out, tiling.block_m) if out_by_map else out, *maps)
         arguments = (*matrices, bias, num_rows)
         if tiling.kernel.endswith("_split"):
             arguments = (*arguments, 1 / (scale_of(x) * scale_of(weight)), scale_of(out))

@@ -16,9 +16,9 @@ constexpr int WARP_ROWS = BLOCK_Q / (NUM_THREADS / 32);
 constexpr int ROW_TILES = WARP_ROWS / 16;
 constexpr int KEY_TILES = BLOCK_K / 8;
 constexpr int DIM_TILES = HEAD_DIM / 8;
-constexpr int DIM_STEPS = HEAD_DIM / 16;
+constexpr int DIM_STEPS = HEAD_DIM * sizeof(Operand) / 32;
 // A tile's rows are cut into chunks of 16 bytes, what cp.async and ldmatrix move.
-constexpr int CHUNKS = HEAD_DIM / 8;
+constexpr int CHUNKS = HEAD_DIM * sizeof(Operand) / 16;
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128);
 static_assert(WARP_ROWS % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K % (NUM_THREADS / CHUNKS) == 0);
 
@@ -27,13 +27,13 @@ static_assert(WARP_ROWS % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K % (NUM_THREADS
 __device__ __forceinline__ int swizzle(int row, int chunk) {
     constexpr int ROWS_PER_LINE = CHUNKS < 8 ? 8 / CHUNKS : 1;
     constexpr int PERMUTED = CHUNKS < 8 ? CHUNKS : 8;
-    return row * HEAD_DIM + (chunk ^ (row / ROWS_PER_LINE % PERMUTED)) * 8;
+    return row * HEAD_DIM + (chunk ^ (row / ROWS_PER_LINE % PERMUTED)) * (HEAD_DIM / CHUNKS);
 }
 
-// Where in a tile the row begins that a lane gives to ldmatrix, for the tile's first 16 rows and 16 dimensions. Of its four
-// 8 x 8 matrices the second lies below the first and the third right of it, for queries and for transposed values; for
-// keys, whose rows are the right operand's columns, the other way round. From there, 16 rows down are a sum, and chunks to
-// the right an exclusive or, because the permutation is one.
+// Where in a tile the row begins that a lane gives to ldmatrix, for the tile's first 16 rows and step of dimensions. Of its four
+// matrices, 8 rows of 16 bytes, the second lies below the first and the third right of it, for queries and for transposed
+// values; for keys, whose rows are the right operand's columns, the other way round. From there, 16 rows down are a sum, and
+// chunks to the right an exclusive or, because the permutation is one.
 __device__ __forceinline__ int lane_of_rows(int lane_idx) { return swizzle(lane_idx % 16, lane_idx / 16); }
 __device__ __forceinline__ int lane_of_keys(int lane_idx) {
     return swizzle(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);
@@ -46,26 +46,63 @@ __device__ __forceinline__ void load_tile(Operand* smem_tile, const Operand* gme
 #pragma unroll
     for (int first = 0; first < ROWS; first += NUM_THREADS / CHUNKS) {
         int row = first + threadIdx.x / CHUNKS;
-        const Operand* source = gmem_tile + static_cast<size_t>(row) * QKV_STRIDE + chunk * 8;
+        const Operand* source = gmem_tile + static_cast<size_t>(row) * QKV_STRIDE + chunk * (HEAD_DIM / CHUNKS);
         cp_async_16(smem_tile + swizzle(row, chunk), source, row < num_rows ? 16 : 0);
     }
 }
 
-// 16 queries of the warp, dimensions step * 16 and on, as the left operand.
+// 16 queries of the warp, the dimensions of a step, as the left operand.
 __device__ __forceinline__ void load_query(unsigned (&fragment)[4], const Operand* smem_query, int row_tile, int step) {
-    ldmatrix_x4(fragment, smem_query + row_tile * 16 * HEAD_DIM + (lane_of_rows(threadIdx.x % 32) ^ step * 16));
+    int offset = lane_of_rows(threadIdx.x % 32) ^ step * (HEAD_DIM / DIM_STEPS);
+    ldmatrix_x4(fragment, smem_query + row_tile * 16 * HEAD_DIM + offset);
 }
 
-// 16 keys, dimensions step * 16 and on, as the right operands of two products.
+// 16 keys, the dimensions of a step, as the right operands of two products.
 __device__ __forceinline__ void load_keys(unsigned (&fragments)[4], const Operand* smem_key, int key_tile, int step) {
-    ldmatrix_x4(fragments, smem_key + key_tile * 8 * HEAD_DIM + (lane_of_keys(threadIdx.x % 32) ^ step * 16));
+    int offset = lane_of_keys(threadIdx.x % 32) ^ step * (HEAD_DIM / DIM_STEPS);
+    ldmatrix_x4(fragments, smem_key + key_tile * 8 * HEAD_DIM + offset);
 }
 
-// 16 dimensions of the values of 16 keys, as the right operands of two products.
+#if defined(DTYPE_TF32)
+// Weights of a tile of 8 keys, rounded, as the left operand. NOTE: with p = lane % 4 a lane has those of keys 2 * p and 2 * p + 1,
+// and of the operand holds columns p and p + 4: the product takes the keys in the order 0, 2, 4, 6, 1, 3, 5, 7.
+__device__ __forceinline__ void round_weights(unsigned (&fragment)[4], const float (&weights)[KEY_TILES][4], int key_tile) {
+    const float(&tile)[4] = weights[key_tile];
+    fragment[0] = cvt_tf32_f32(tile[0]);
+    fragment[1] = cvt_tf32_f32(tile[2]);
+    fragment[2] = cvt_tf32_f32(tile[1]);
+    fragment[3] = cvt_tf32_f32(tile[3]);
+}
+
+// 16 dimensions of the values of these keys, as the right operands of two products: the even ones of the first, the odd ones of
+// the second. NOTE: ldmatrix transposes 16 bits only. A lane reads two neighbouring dimensions of keys 2 * p and 2 * p + 1; rows
+// of 4 even or odd keys lie in different 32 bytes of the 128 that shared memory delivers at a time to 16 lanes.
+__device__ __forceinline__ void load_values(unsigned (&fragments)[4], const Operand* smem_value, int key_tile, int dim_tile) {
+    int lane_idx = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        int offset = swizzle(lane_idx % 4 * 2 + i, lane_idx / 8) + lane_idx / 4 % 2 * 2 ^ dim_tile * 8;
+        Vector<Operand, 2> pair = load_vector<2>(smem_value + key_tile * 8 * HEAD_DIM + offset);
+        fragments[i] = pair.values[0].bits;
+        fragments[2 + i] = pair.values[1].bits;
+    }
+}
+#else
+// Weights of two tiles of 8 keys, rounded, as the left operand.
+__device__ __forceinline__ void round_weights(unsigned (&fragment)[4], const float (&weights)[KEY_TILES][4], int key_tile) {
+    const float(&left)[4] = weights[key_tile], (&right)[4] = weights[key_tile + 1];
+    fragment[0] = pack(left[0], left[1]);
+    fragment[1] = pack(left[2], left[3]);
+    fragment[2] = pack(right[0], right[1]);
+    fragment[3] = pack(right[2], right[3]);
+}
+
+// 16 dimensions of the values of these keys, as the right operands of two products.
 __device__ __forceinline__ void load_values(unsigned (&fragments)[4], const Operand* smem_value, int key_tile, int dim_tile) {
     int offset = lane_of_rows(threadIdx.x % 32) ^ dim_tile * 8;
     ldmatrix_x4_trans(fragments, smem_value + key_tile * 8 * HEAD_DIM + offset);
 }
+#endif
 
 #if defined(MAX_DISTANCE)
 // Adds the bias times `factor` to a warp's scores; first_distance is from the warp's first query to the block's first key.
@@ -146,7 +183,8 @@ __device__ __forceinline__ void store_tile(Operand* gmem_tile, const Operand* sm
         int row = first_row + lane_idx / CHUNKS + i * (32 / CHUNKS);
         if (row < num_rows) {
             // NOTE: of a vector of 8 elements the compiler makes stores of 2 and 4 bytes.
-            uint4* destination = reinterpret_cast<uint4*>(gmem_tile + static_cast<size_t>(row) * STRIDE + chunk * 8);
+            int offset = chunk * (HEAD_DIM / CHUNKS);
+            uint4* destination = reinterpret_cast<uint4*>(gmem_tile + static_cast<size_t>(row) * STRIDE + offset);
             *destination = *reinterpret_cast<const uint4*>(smem_tile + swizzle(row, chunk));
         }
     }

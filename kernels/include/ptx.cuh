@@ -41,6 +41,12 @@ __device__ __forceinline__ unsigned short cvt_bf16_f32(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
+// To nearest, and of two as near away from zero.
+__device__ __forceinline__ unsigned cvt_tf32_f32(float value) {
+    unsigned bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+    return bits;
+}
 // Two values at once, `low` in the low half.
 __device__ __forceinline__ unsigned cvt_f16x2_f32(float low, float high) {
     unsigned bits;
@@ -101,6 +107,15 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 9.7.14.5.13 mma.m16n8k8: the same of tf32, whose registers hold an element where those of 16 bits hold two
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -213,14 +228,15 @@ __device__ __forceinline__ void wgmma_wait() {
 #define WGMMA_D32(d, i) WGMMA_D16(d, i), WGMMA_D16(d, i + 16)
 #define WGMMA_D64(d, i) WGMMA_D32(d, i), WGMMA_D32(d, i + 32)
 
-// d = a * b, or d += a * b: 64 x 16 by 16 x N, both in shared memory by their descriptors, fp32 accumulator
-#define DEFINE_WGMMA(TYPE, N, COUNT, A, B, ACCUMULATE) \
-    __device__ __forceinline__ void wgmma_m64n##N##k16_##TYPE( \
+// d = a * b, or d += a * b: 64 x K by K x N, both in shared memory by their descriptors, fp32 accumulator. K is 32 bytes. Rows
+// are of K: LAYOUT says so of 16-bit operands, and others have no other.
+#define DEFINE_WGMMA(TYPE, K, LAYOUT, N, COUNT, A, B, ACCUMULATE) \
+    __device__ __forceinline__ void wgmma_m64n##N##k##K##_##TYPE( \
         float (&d)[COUNT], unsigned long long a, unsigned long long b, int accumulate) { \
         asm volatile( \
             "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE ", 0;\n" \
-            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE " {" WGMMA_REGISTERS_##COUNT \
-            "}, " A ", " B ", accumulate, 1, 1, 0, 0;\n}" \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." #TYPE "." #TYPE " {" WGMMA_REGISTERS_##COUNT \
+            "}, " A ", " B ", accumulate, 1, 1" LAYOUT ";\n}" \
             : WGMMA_D##COUNT(d, 0) \
             : "l"(a), "l"(b), "r"(accumulate)); \
     }
@@ -236,15 +252,19 @@ __device__ __forceinline__ void wgmma_wait() {
             : WGMMA_D##COUNT(d, 0) \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
     }
-#define DEFINE_WGMMA_OF(TYPE) \
-    DEFINE_WGMMA(TYPE, 8, 4, "%4", "%5", "%6") \
-    DEFINE_WGMMA(TYPE, 16, 8, "%8", "%9", "%10") \
-    DEFINE_WGMMA(TYPE, 32, 16, "%16", "%17", "%18") \
-    DEFINE_WGMMA(TYPE, 64, 32, "%32", "%33", "%34") \
-    DEFINE_WGMMA(TYPE, 128, 64, "%64", "%65", "%66") \
+#define DEFINE_WGMMA_OF(TYPE, K, LAYOUT) \
+    DEFINE_WGMMA(TYPE, K, LAYOUT, 8, 4, "%4", "%5", "%6") \
+    DEFINE_WGMMA(TYPE, K, LAYOUT, 16, 8, "%8", "%9", "%10") \
+    DEFINE_WGMMA(TYPE, K, LAYOUT, 32, 16, "%16", "%17", "%18") \
+    DEFINE_WGMMA(TYPE, K, LAYOUT, 64, 32, "%32", "%33", "%34") \
+    DEFINE_WGMMA(TYPE, K, LAYOUT, 128, 64, "%64", "%65", "%66")
+#define DEFINE_WGMMA_REGISTERS_OF(TYPE) \
     DEFINE_WGMMA_REGISTERS(TYPE, 64, 32, "%32, %33, %34, %35", "%36", "%37") \
     DEFINE_WGMMA_REGISTERS(TYPE, 128, 64, "%64, %65, %66, %67", "%68", "%69")
-DEFINE_WGMMA_OF(bf16)
-DEFINE_WGMMA_OF(f16)
+DEFINE_WGMMA_OF(bf16, 16, ", 0, 0")
+DEFINE_WGMMA_OF(f16, 16, ", 0, 0")
+DEFINE_WGMMA_OF(tf32, 8, "")
+DEFINE_WGMMA_REGISTERS_OF(bf16)
+DEFINE_WGMMA_REGISTERS_OF(f16)
 #endif
 #endif

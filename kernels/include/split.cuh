@@ -11,15 +11,6 @@ constexpr int OPERAND_PARTS = 2;
 constexpr int OPERAND_PARTS = 1;
 #endif
 
-// Of the results of a product of split operands: what is multiplied again, or what is added to something.
-#if defined(OUT_SPLIT)
-#if OUT_SPLIT
-using Out = Operand;
-#else
-using Out = float;
-#endif
-#endif
-
 __device__ __forceinline__ void to_halves(f16& high, f16& low, float scaled) {
     high = from_float<f16>(scaled);
     low = from_float<f16>(scaled - to_float(high));

@@ -20,6 +20,9 @@ __device__ __forceinline__ void mbarrier_arrive_after(unsigned long long* barrie
     mbarrier_arrive_warp(barrier + (__float_as_int(value) & threadIdx.y));
 }
 
-// The element at which a chunk of 16 bytes begins, in a box of rows of 128 bytes with the swizzle of 128 bytes: of 16-bit
-// elements. The box lies at 1024 bytes.
-__device__ __forceinline__ int swizzle_128(int row, int chunk) { return row * 64 + (chunk ^ row % 8) * 8; }
+// The element at which a chunk of 16 bytes begins, in a box of rows of 128 bytes with the swizzle of 128 bytes. The box lies at
+// 1024 bytes.
+template <int ELEMENT_BYTES = 2>
+__device__ __forceinline__ int swizzle_128(int row, int chunk) {
+    return row * (128 / ELEMENT_BYTES) + (chunk ^ row % 8) * (16 / ELEMENT_BYTES);
+}

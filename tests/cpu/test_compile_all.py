@@ -45,7 +45,7 @@ def with_log(cubin: Cubin, change: Callable[[str], str]) -> Cubin:
 def test_every_shipped_architecture_is_compiled_and_two_in_every_precision() -> None:
     assert tuple(compile_all.MATRIX) == SHIPPED_ARCHS
     assert all(compile_all.MATRIX.values())
-    assert compile_all.MATRIX[80] == (DType.F32, DType.F16, DType.BF16)
+    assert compile_all.MATRIX[80] == (DType.F32, DType.F16, DType.BF16, DType.TF32)
     assert compile_all.MATRIX[90] == (*compile_all.MATRIX[80], DType.SPLIT)
 
 

@@ -17,14 +17,14 @@ NO_DRIVER = "no CUDA driver is installed (libcuda.so.1 was not found)"
 
 
 def run(
-    *arguments: str, environment: dict[str, str] | None = None, before: str = ""
+    *arguments: str, environment: dict[str, str] | None = None, before: str = "", command: str = "doctor"
 ) -> subprocess.CompletedProcess[bytes]:
     """The command in a process of its own, after the Python statements `before`."""
     # Whoever runs the tests may have set some.
     variables = {name: value for name, value in os.environ.items() if name not in doctor.KNOWN_VARIABLES}
     code = f"import sys\n{before}\nfrom embed.main import main\nsys.exit(main(sys.argv[1:]))"
     return subprocess.run(
-        [sys.executable, "-c", code, "doctor", *arguments],
+        [sys.executable, "-c", code, command, *arguments],
         capture_output=True,
         timeout=60,
         env={**variables, **(environment or {})},
@@ -51,6 +51,7 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     found = lines(result)
     assert result.returncode == 0
     assert found["serve uses"] == "cpu" and found["serve device"] == found["CPU"] and found["ok"] == "yes"
+    assert found["serve dtypes"] == "f32"
     assert found["why not GPU"] == NO_DRIVER and found["driver CUDA release"] == f"not available: {NO_DRIVER}"
     assert found["driver version"].startswith("not available: libnvidia-ml.so.1")
     assert found["NVRTC version"].startswith("V") and Path(found["NVRTC library"]).name.startswith("libnvrtc.so")
@@ -140,7 +141,22 @@ def test_a_driver_and_a_device(fake_driver: dict[str, str]) -> None:
     assert found["device 1"] == "Fake GPU, compute capability 9.0, 16.0 GB"
     assert found["trial kernel"].startswith("compiled for sm_90a, loaded and run in ")
     assert (found["serve uses"], found["serve device"]) == ("cuda", "Fake GPU") and "why not GPU" not in found
-    assert found["driver CUDA release"] == "13.0"
+    assert found["driver CUDA release"] == "13.0" and found["serve dtypes"] == "f32, tf32, f16, bf16"
+
+
+def test_a_device_without_tf32(fake_driver: dict[str, str]) -> None:
+    found = lines(run(environment={**fake_driver, "FAKE_CUDA_CAPABILITY": "75"}))
+    assert found["serve uses"] == "cuda" and found["serve dtypes"] == "f32, f16, bf16"
+
+
+def test_tf32_is_refused_on_a_device_without_it(fake_driver: dict[str, str]) -> None:
+    environment = {**fake_driver, "FAKE_CUDA_CAPABILITY": "75"}
+    result = run("a model", "a text", "--dtype", "tf32", environment=environment, command="text")
+    assert result.returncode == 1 and result.stdout == b""
+    assert result.stderr.decode() == (
+        "embed: error: a model: dtype tf32 cannot be used: Fake GPU has compute capability 7.5, expected 8.0 or later; "
+        "use another GPU, or f32, f16, bf16\n"
+    )
 
 
 # Statements that make a process look like one in which a package is not installed.
@@ -171,7 +187,7 @@ def test_a_device_that_cannot_be_used(
     found = lines(result)
     # As in `embed serve`: a GPU that is there and fails is an error, and the CPU does not stand in for it.
     assert result.returncode == 1 and found["serve uses"] == "nothing" and found["ok"] == "no"
-    assert reason in found["why not GPU"] and "device 0" in found
+    assert reason in found["why not GPU"] and "device 0" in found and "serve dtypes" not in found
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,11 @@ def test_an_item_that_is_no_text_is_named(engine: Embed, wrong: Any) -> None:
 def test_device_and_precision_that_cannot_be_had(directory: Path) -> None:
     with pytest.raises(DeviceError, match="gpu 0 cannot be used"):
         Embed.open(directory, gpu=0)
-    for dtype in ("f16", "bf16"):
-        with pytest.raises(DeviceError, match=f"dtype {dtype} cannot be used"):
+    for dtype in ("tf32", "f16", "bf16"):
+        with pytest.raises(DeviceError, match=f"^dtype {dtype} cannot be used: the CPU backend computes in f32, and "):
             Embed.open(directory, dtype=dtype)
+    with pytest.raises(DeviceError, match=r"^dtype f64: expected one of f32, tf32, f16, bf16$"):
+        Embed.open(directory, dtype="f64")
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))

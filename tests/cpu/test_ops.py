@@ -34,7 +34,7 @@ from gkd.ops.linear import invariant_products
 from gkd.ops.pool import POOL_MODES, PoolMode
 from gkd.ops.threads import for_each, num_cores
 from gkd.tensor import Tensor
-from tests.numerics import count
+from tests.numerics import count, narrowed, widened
 
 EPS32 = float(np.finfo(np.float32).eps)
 RNG = np.random.default_rng(7)
@@ -490,6 +490,32 @@ def test_cast_rounds_to_nearest_even() -> None:
     assert np.isnan(back[~finite]).all()
 
 
+def test_cast_to_tf32_rounds_ties_away_from_zero() -> None:
+    max_tf32 = np.float32(2.0**128 - 2.0**117)
+    edges = [0.0, 1 + 2.0**-11, 1 + 2.0**-11 - 2.0**-23, 1 + 3 * 2.0**-11, 2 - 2.0**-11, max_tf32, np.inf]
+    # Half-way to what overflows, and just below it; the smallest f32; half-way between the smallest of tf32.
+    overflowing = max_tf32 + np.float32(2.0**116)
+    edges += [overflowing, np.nextafter(overflowing, np.float32(0)), 2.0**-149, 2.0**-137, 3 * 2.0**-137]
+    spread = np.ldexp(normal(5000), RNG.integers(-150, 128, 5000))
+    magnitudes = np.abs(np.concatenate([np.array(edges, np.float32), spread.astype(np.float32)]))
+    x = np.concatenate([magnitudes, -magnitudes])
+    # 11 digits from the first one on, or from that of the smallest normal number.
+    unit = np.exp2(np.maximum(np.frexp(x.astype(np.float64))[1], -125) - 11)
+    finite = np.isfinite(x)
+    with np.errstate(over="ignore"):
+        expected = np.copysign(np.floor(np.abs(x[finite]) / unit[finite] + 0.5) * unit[finite], x[finite]).astype("f4")
+    out = narrowed(x, DType.TF32).view(np.uint32)
+    assert np.array_equal(out[finite], expected.view(np.uint32))
+    assert np.array_equal(out[~finite], x[~finite].view(np.uint32))
+    assert not (out & 0x1FFF).any()
+
+
+def test_cast_to_tf32_keeps_nan() -> None:
+    mantissas = np.array([1, 0x1000, 0x1FFF, 0x2000, 0x3FFFFF, 0x400000, 0x7FF000, 0x7FFFFF], np.uint32)
+    nan = np.concatenate([mantissas | 0x7F800000, mantissas | 0xFF800000]).view(np.float32)
+    assert np.isnan(widened(narrowed(nan, DType.TF32))).all()
+
+
 COUNT = ((1,), "i4")
 CONTRACTS: list[tuple[Operator, list[tuple[tuple[int, ...], Any]]]] = [
     (Linear(8, 4), [((3, 4), "f4"), ((3, 8), "f4"), ((4, 8), "f4"), ((4,), "f4"), COUNT]),
@@ -545,7 +571,9 @@ def tensor(dtype: DType, *shape: int) -> Tensor:
     return Tensor(0, shape, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "arch"), [*product((DType.F32, DType.F16, DType.BF16), ARCHS), (DType.SPLIT, 90)])
+@pytest.mark.parametrize(
+    ("dtype", "arch"), [*product((DType.F32, DType.F16, DType.BF16, DType.TF32), ARCHS), (DType.SPLIT, 90)]
+)
 def test_a_launch_of_linear_names_one_of_the_plan_s_kernels_and_covers_the_capacity(dtype: DType, arch: int) -> None:
     plan = Linear(384, 1152).plan(dtype, arch)
     weight, bias, num_rows = tensor(dtype, 1152, 384), tensor(DType.F32, 1152), tensor(DType.I32, 1)
@@ -563,7 +591,7 @@ def test_a_launch_of_linear_names_one_of_the_plan_s_kernels_and_covers_the_capac
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.SPLIT])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.TF32, DType.SPLIT])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("max_distance", [None, 20])
 def test_each_block_size_of_attention_has_its_kernel(

@@ -362,7 +362,7 @@ def test_ours_is_shown_as_a_ratio_of_each_peer_of_its_precision(capsys: pytest.C
     assert all(" x " not in line.removeprefix("64 x 32") and "cosine" not in line for line in peers)
 
 
-ROWS = [f"{engine} {dtype}" for dtype in ("f32", "f16", "bf16") for engine in ("ours", "torch")]
+ROWS = [f"{engine} {dtype}" for dtype in ("f32", "tf32", "f16", "bf16") for engine in ("ours", "torch")]
 
 
 def sweep_records() -> list[dict[str, Any]]:
@@ -441,7 +441,7 @@ def test_plots_stand_out_from_a_page_of_either_theme(background: str) -> None:
         ({"median_ms": "fast"}, r":2: not a record of bench_embed: .*`\$.median_ms`"),
         ({"slowest_ms": float("nan")}, ":2: not a record of bench_embed: JSON is malformed"),
         ({"card": "another"}, ":3: expected one run, of `a_.* on another .*`, got `a_.*`"),
-        ({"x": 32}, ":8: `ours f32` is there twice at 32 of `throughput`"),
+        ({"x": 32}, ":10: `ours f32` is there twice at 32 of `throughput`"),
     ],
 )
 def test_a_record_that_does_not_fit_is_named(

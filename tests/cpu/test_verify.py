@@ -251,11 +251,13 @@ def vector_of(cosine: float) -> NDArray[np.float32]:
     ("dtype", "reference_dtype", "least"),
     [
         ("f32", "f32", 0.99999),
+        ("tf32", "f32", 0.999),
         ("f16", "f32", 0.999),
         ("bf16", "f32", 0.999),
         ("bf16", "bf16", 0.999),
         # What a reference lost cannot be asked for.
         ("f32", "bf16", 0.999),
+        ("f32", "tf32", 0.999),
     ],
 )
 def test_what_is_asked_depends_on_the_precisions(

@@ -38,35 +38,37 @@ void load_matrices(void* const (&arguments)[WARP_SIZE]) {
     }
 }
 
-float widen_bf16(unsigned short bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
-float widen_f16(unsigned short bits) { return cvt_f32_f16(bits); }
+// Of the low half of a register.
+float widen_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
+float widen_f16(unsigned bits) { return cvt_f32_f16(static_cast<unsigned short>(bits & 0xffff)); }
 
-// PTX ISA, mma.m16n8k16 with 16-bit operands, by group = lane / 4 and place = 2 * (lane % 4):
-//   a[i]: row group + 8 * (i % 2), columns place + 8 * (i / 2) and the next
-//   b[i]: rows place + 8 * i and the next, column group
-//   d[i]: row group + 8 * (i / 2), column place + i % 2
-template <float (*WIDEN)(unsigned short)>
-void multiply_matrices(void* const (&arguments)[WARP_SIZE]) {
-    float a[16][16], b[16][8], d[16][8];
-    auto low = [](unsigned pair) { return WIDEN(static_cast<unsigned short>(pair & 0xffff)); };
-    auto high = [](unsigned pair) { return WIDEN(static_cast<unsigned short>(pair >> 16)); };
+// PTX ISA, mma.m16n8k16 with 16-bit operands and m16n8k8 with tf32, of which a register holds PER_REGISTER, by group = lane / 4
+// and place = lane % 4:
+//   a[i]: row group + 8 * (i % 2), columns (place + 4 * (i / 2)) * PER_REGISTER and on
+//   b[i]: rows (place + 4 * i) * PER_REGISTER and on, column group
+//   d[i]: row group + 8 * (i / 2), column 2 * place + i % 2
+template <unsigned PER_REGISTER, class Widen>
+void multiply_matrices(void* const (&arguments)[WARP_SIZE], Widen widen) {
+    constexpr unsigned NUM_K = 8 * PER_REGISTER;
+    float a[16][NUM_K], b[NUM_K][8], d[16][8];
     for (unsigned lane = 0; lane < WARP_SIZE; ++lane) {
         auto* product = static_cast<const MatrixProduct*>(arguments[lane]);
-        unsigned group = lane / 4, place = lane % 4 * 2;
+        unsigned group = lane / 4, place = lane % 4;
         for (unsigned i = 0; i < 4; ++i) {
-            float* pair = &a[group + i % 2 * 8][place + i / 2 * 8];
-            pair[0] = low(product->a[i]);
-            pair[1] = high(product->a[i]);
-            d[group + i / 2 * 8][place + i % 2] = product->d[i];
+            for (unsigned j = 0; j < PER_REGISTER; ++j) {
+                a[group + i % 2 * 8][(place + i / 2 * 4) * PER_REGISTER + j] = widen(product->a[i] >> 16 * j);
+            }
+            d[group + i / 2 * 8][place * 2 + i % 2] = product->d[i];
         }
         for (unsigned i = 0; i < 2; ++i) {
-            b[place + i * 8][group] = low(product->b[i]);
-            b[place + i * 8 + 1][group] = high(product->b[i]);
+            for (unsigned j = 0; j < PER_REGISTER; ++j) {
+                b[(place + i * 4) * PER_REGISTER + j][group] = widen(product->b[i] >> 16 * j);
+            }
         }
     }
     // The instruction's own order of additions is not specified; this one is k ascending.
     for (unsigned row = 0; row < 16; ++row) {
-        for (unsigned k = 0; k < 16; ++k) {
+        for (unsigned k = 0; k < NUM_K; ++k) {
             for (unsigned column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
         }
     }
@@ -88,11 +90,20 @@ void combine_ldmatrix_trans(void* const (&arguments)[WARP_SIZE], uint32_t lanes)
 }
 void combine_mma_bf16(void* const (&arguments)[WARP_SIZE], uint32_t lanes) {
     need_all_lanes("mma", lanes);
-    multiply_matrices<widen_bf16>(arguments);
+    multiply_matrices<2>(arguments, widen_bf16);
 }
 void combine_mma_f16(void* const (&arguments)[WARP_SIZE], uint32_t lanes) {
     need_all_lanes("mma", lanes);
-    multiply_matrices<widen_f16>(arguments);
+    multiply_matrices<2>(arguments, widen_f16);
+}
+void combine_mma_tf32(void* const (&arguments)[WARP_SIZE], uint32_t lanes) {
+    need_all_lanes("mma", lanes);
+    multiply_matrices<1>(arguments, widen_tf32);
+}
+float widen_tf32(unsigned bits) {
+    float value = __uint_as_float(bits);
+    if ((bits & 0x1fff) != 0 && !isnan(value)) fail("a product of tf32: an operand of %.9g was not rounded", double{value});
+    return value;
 }
 
 void issue_copy(void* destination, const unsigned char (&data)[16]) {

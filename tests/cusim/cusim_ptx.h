@@ -22,6 +22,9 @@ struct MatrixProduct {
 };
 void combine_mma_bf16(void* const (&arguments)[WARP_SIZE], uint32_t lanes);
 void combine_mma_f16(void* const (&arguments)[WARP_SIZE], uint32_t lanes);
+void combine_mma_tf32(void* const (&arguments)[WARP_SIZE], uint32_t lanes);
+// Tensor cores leave out what is below the 10 bits of mantissa; here an operand that was not rounded to them is an error.
+float widen_tf32(unsigned bits);
 
 // The running thread's asynchronous copies.
 void issue_copy(void* destination, const unsigned char (&data)[16]);
@@ -60,10 +63,10 @@ Snapshot start_store(const TensorMap& map, int column, int row, const void* smem
 void commit_stores();
 void wait_for_stores();
 
-enum class Half { f16, bf16 };
-// m64nNk16. The left operand is in shared memory, or in each thread's registers if those are given.
+enum class WgmmaType { f16, bf16, tf32 };
+// m64nNk16, or k8 of tf32. The left operand is in shared memory, or in each thread's registers if those are given.
 struct Wgmma {
-    Half type;
+    WgmmaType type;
     unsigned num_columns;
     const unsigned* a_registers;
     unsigned long long a, b;  // descriptors
@@ -87,6 +90,10 @@ inline unsigned short cvt_bf16_f32(float value) {
     if (isnan(value)) return 0x7fff;
     unsigned bits = __float_as_uint(value);
     return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline unsigned cvt_tf32_f32(float value) {
+    if (isnan(value)) return 0x7fffffff;
+    return (__float_as_uint(value) + 0x1000) & 0xffffe000;
 }
 inline unsigned cvt_f16x2_f32(float low, float high) {
     return cvt_f16_f32(low) | static_cast<unsigned>(cvt_f16_f32(high)) << 16;
@@ -136,6 +143,10 @@ inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0
 inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     cusim::MatrixProduct product{d, a, {b0, b1}};
     cusim::warp_collective("mma.f16", cusim::ALL_LANES, cusim::combine_mma_f16, &product);
+}
+inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    cusim::MatrixProduct product{d, a, {b0, b1}};
+    cusim::warp_collective("mma.tf32", cusim::ALL_LANES, cusim::combine_mma_tf32, &product);
 }
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -200,26 +211,29 @@ template <int PENDING>
 inline void wgmma_wait() {
     cusim::wait_for_wgmma(PENDING);
 }
-#define CUSIM_WGMMA(type, n)                                                                    \
-    inline void wgmma_m64n##n##k16_##type(                                                      \
+#define CUSIM_WGMMA(type, depth, n)                                                             \
+    inline void wgmma_m64n##n##k##depth##_##type(                                               \
         float (&d)[n / 2], unsigned long long a, unsigned long long b, int accumulate) {        \
-        cusim::start_wgmma({cusim::Half::type, n, nullptr, a, b, false, accumulate != 0}, d);   \
+        cusim::start_wgmma({cusim::WgmmaType::type, n, nullptr, a, b, false, accumulate != 0}, d); \
     }
 #define CUSIM_WGMMA_REGISTERS(type, n)                                                          \
     inline void wgmma_m64n##n##k16_registers_##type(                                            \
         float (&d)[n / 2], const unsigned (&a)[4], unsigned long long b, int accumulate) {      \
-        cusim::start_wgmma({cusim::Half::type, n, a, 0, b, true, accumulate != 0}, d);          \
+        cusim::start_wgmma({cusim::WgmmaType::type, n, a, 0, b, true, accumulate != 0}, d);     \
     }
-#define CUSIM_WGMMA_OF(type)                                                                    \
-    CUSIM_WGMMA(type, 8)                                                                        \
-    CUSIM_WGMMA(type, 16)                                                                       \
-    CUSIM_WGMMA(type, 32)                                                                       \
-    CUSIM_WGMMA(type, 64)                                                                       \
-    CUSIM_WGMMA(type, 128)                                                                      \
-    CUSIM_WGMMA_REGISTERS(type, 64)                                                             \
-    CUSIM_WGMMA_REGISTERS(type, 128)
-CUSIM_WGMMA_OF(f16)
-CUSIM_WGMMA_OF(bf16)
+#define CUSIM_WGMMA_OF(type, depth)                                                             \
+    CUSIM_WGMMA(type, depth, 8)                                                                 \
+    CUSIM_WGMMA(type, depth, 16)                                                                \
+    CUSIM_WGMMA(type, depth, 32)                                                                \
+    CUSIM_WGMMA(type, depth, 64)                                                                \
+    CUSIM_WGMMA(type, depth, 128)
+CUSIM_WGMMA_OF(f16, 16)
+CUSIM_WGMMA_OF(bf16, 16)
+CUSIM_WGMMA_OF(tf32, 8)
+CUSIM_WGMMA_REGISTERS(f16, 64)
+CUSIM_WGMMA_REGISTERS(f16, 128)
+CUSIM_WGMMA_REGISTERS(bf16, 64)
+CUSIM_WGMMA_REGISTERS(bf16, 128)
 #undef CUSIM_WGMMA_OF
 #undef CUSIM_WGMMA_REGISTERS
 #undef CUSIM_WGMMA

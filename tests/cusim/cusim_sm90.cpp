@@ -106,6 +106,7 @@ struct Store {
 };
 
 constexpr unsigned WARPGROUP_SIZE = 128;
+// Operands are read in elements of 16 bits. One of tf32 is two, one after the other along k: its lower and its upper half.
 constexpr unsigned WGMMA_M = 64, WGMMA_K = 16, MAX_WGMMA_N = 128;
 constexpr unsigned CHUNK_ELEMENTS = CHUNK_BYTES / sizeof(uint16_t), ROW_ELEMENTS = ROW_BYTES / sizeof(uint16_t);
 
@@ -325,7 +326,7 @@ Accumulator* find_accumulator(const Warpgroup& group, unsigned thread, const flo
     return nullptr;
 }
 
-// PTX ISA, wgmma.m64nNk16: d[i] of a thread is in row 16 * warp + lane / 4 + 8 * (i / 2 % 2), column
+// PTX ISA, wgmma.m64nNk16 and k8: d[i] of a thread is in row 16 * warp + lane / 4 + 8 * (i / 2 % 2), column
 // 8 * (i / 4) + 2 * (lane % 4) + i % 2. Calls `move(register, value)` for all.
 template <class Move>
 void for_each_register(Accumulator& accumulator, unsigned thread, Move move) {
@@ -336,8 +337,8 @@ void for_each_register(Accumulator& accumulator, unsigned thread, Move move) {
     }
 }
 
-void widen(Half type, const uint16_t* narrow, float* wide, unsigned count) {
-    if (type == Half::f16) {
+void widen(WgmmaType type, const uint16_t* narrow, float* wide, unsigned count) {
+    if (type == WgmmaType::f16) {
         for (unsigned i = 0; i < count; i += 8) {
             _mm256_storeu_ps(wide + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(narrow + i))));
         }
@@ -349,8 +350,20 @@ void widen(Half type, const uint16_t* narrow, float* wide, unsigned count) {
 // The instruction's own order of additions is not specified; this one is k ascending, as that of mma in cusim_ptx.cpp.
 void multiply(const Product& product) {
     alignas(32) float a[WGMMA_M][WGMMA_K], b[WGMMA_K][MAX_WGMMA_N];
-    widen(product.wgmma.type, product.a.values[0], a[0], WGMMA_M * WGMMA_K);
-    widen(product.wgmma.type, product.b.values[0], b[0], WGMMA_K * MAX_WGMMA_N);
+    unsigned num_k = WGMMA_K;
+    if (product.wgmma.type == WgmmaType::tf32) {
+        num_k /= 2;
+        auto join = [](uint16_t low, uint16_t high) { return widen_tf32(low | static_cast<unsigned>(high) << 16); };
+        for (unsigned k = 0; k < num_k; ++k) {
+            for (unsigned m = 0; m < WGMMA_M; ++m) a[m][k] = join(product.a.values[m][2 * k], product.a.values[m][2 * k + 1]);
+            for (unsigned n = 0; n < product.wgmma.num_columns; ++n) {
+                b[k][n] = join(product.b.values[2 * k][n], product.b.values[2 * k + 1][n]);
+            }
+        }
+    } else {
+        widen(product.wgmma.type, product.a.values[0], a[0], WGMMA_M * WGMMA_K);
+        widen(product.wgmma.type, product.b.values[0], b[0], WGMMA_K * MAX_WGMMA_N);
+    }
     float(&d)[WGMMA_M][MAX_WGMMA_N] = product.accumulator->values;
     if (!product.wgmma.accumulate) memset(d, 0, sizeof d);
 
@@ -368,7 +381,7 @@ void multiply(const Product& product) {
                 }
             };
             for_each([&](Lanes& sum, unsigned m, unsigned n) { sum = reinterpret_cast<Lanes&>(d[m][n]); });
-            for (unsigned k = 0; k < WGMMA_K; ++k) {
+            for (unsigned k = 0; k < num_k; ++k) {
                 for_each([&](Lanes& sum, unsigned m, unsigned n) {
                     sum += a[m][k] * reinterpret_cast<Lanes&>(b[k][n]);
                 });

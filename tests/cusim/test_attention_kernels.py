@@ -69,10 +69,15 @@ CASES = (
     Case("simt", DType.F32, 1, 128),
     Case("simt", DType.F16, 2, 64, arch=75),  # half the queries a block: shared memory is smaller
     Case("simt", DType.BF16, 1, 128, arch=75),
+    Case("plain", DType.TF32, 1, 80),
+    Case("simt", DType.TF32, 2, 64),
     Case("mma", DType.F16, 3, 32),
     Case("mma", DType.BF16, 2, 64),
     Case("mma", DType.F16, 1, 64),
     Case("mma", DType.BF16, 1, 128),
+    Case("mma", DType.TF32, 3, 32),
+    Case("mma", DType.TF32, 2, 64),
+    Case("mma", DType.TF32, 1, 128),
     Case("wgmma", DType.BF16, 2, 64, arch=90),
     Case("wgmma", DType.F16, 1, 64, arch=90),
     Case("wgmma", DType.BF16, 1, 128, arch=90),
@@ -93,6 +98,7 @@ CASES = (
     Case("mma", DType.BF16, 2, 64, max_distance=20),
     Case("mma", DType.F16, 1, 64, max_distance=0),
     Case("mma", DType.BF16, 1, 128, max_distance=100),
+    Case("mma", DType.TF32, 2, 64, max_distance=20),
     Case("mma", DType.SPLIT, 3, 32, arch=90, max_distance=20),
     Case("mma", DType.SPLIT, 2, 64, arch=90, max_distance=20),
     Case("mma", DType.SPLIT, 1, 128, max_distance=100),
@@ -248,6 +254,7 @@ def test_auto_takes_tensor_cores_where_it_can() -> None:
         return name
 
     assert {name(dim, dtype, 80) for dim in (32, 64, 128) for dtype in (DType.F16, DType.BF16)} == {"attention_mma"}
+    assert {name(dim, DType.TF32, arch) for dim in (32, 64, 128) for arch in (80, 90, 120)} == {"attention_mma"}
     assert {name(dim, DType.SPLIT, arch) for dim in (32, 64, 128) for arch in (80, 90)} == {"attention_mma_split"}
     assert {name(48, DType.SPLIT, 90), name(64, DType.SPLIT, 75)} == {"attention_plain"}
     assert {name(64, DType.F32, 90), name(32, DType.F16, 75), name(128, DType.BF16, 75)} == {"attention_simt"}
@@ -258,7 +265,7 @@ def test_auto_takes_tensor_cores_where_it_can() -> None:
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 90, 120])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.SPLIT])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.TF32, DType.SPLIT])
 def test_shared_memory_fits_a_block(dtype: DType, head_dim: int, arch: int) -> None:
     op = Attention(1, head_dim)
     out, qkv = (np.empty(shape, dtype.storage) for shape in ((1, head_dim), (1, 3 * head_dim)))

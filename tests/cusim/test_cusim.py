@@ -1,6 +1,7 @@
 """The emulator: that right kernels are right, and that each kind of mistake shows."""
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def compiled() -> None:
     variants: dict[str, list[dict[str, int]]] = {
         "async_copy": [{"NUM_THREADS": 64}],
         "divergent": [{}],
-        "ptx_layouts": [{"BF16": 1}, {"F16": 1}],
+        "ptx_layouts": [{"BF16": 1}, {"F16": 1}, {"TF32": 1}],
         "reverse": [{"NUM_THREADS": 64, "STATIC": 0}, {"NUM_THREADS": 64, "STATIC": 1}],
         "unwritten": [{}],
         "warp_functions": [{}],
@@ -55,7 +56,7 @@ def compiled() -> None:
         "mbarriers": [{"NUM_PHASES": NUM_PHASES}],
         "named_barriers": [{}],
         "plane_copies": [{"BOX_ROWS": BOX_ROWS, "BOX_PLANES": 2}],
-        "wgmma_products": [{"DTYPE_BF16": 1}, {"DTYPE_F16": 1}],
+        "wgmma_products": [{"DTYPE_BF16": 1}, {"DTYPE_F16": 1}, {"DTYPE_TF32": 1}],
     }
     for arch, group in ((80, variants), (90, sm90_variants)):
         specs = (spec for name, items in group.items() for defines in items for spec in plan(name, defines).specs)
@@ -285,9 +286,10 @@ def test_a_missing_or_short_wait_shows(order: int) -> None:
 
 @orders
 @builds
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.TF32])
 def test_matrix_instructions(dtype: DType, sanitize: bool, order: int) -> None:
-    a, b = narrowed(RNG.integers(-8, 8, (16, 16)), dtype), narrowed(RNG.integers(-8, 8, (16, 8)), dtype)
+    depth = 32 // dtype.itemsize
+    a, b = (narrowed(RNG.integers(-8, 8, shape), dtype) for shape in ((16, depth), (depth, 8)))
     d, plain, transposed = (poisoned(shape, DType.F32) for shape in ((16, 8), (32, 4), (32, 4)))
     inputs = (matrix.view(np.uint16) for matrix in (a, b))
     defines = {dtype.name: 1}
@@ -312,21 +314,33 @@ def test_matrix_instructions_need_a_whole_warp() -> None:
         launch("ptx_layouts", d, plain, transposed, *inputs, defines={"BF16": 1}, num_threads=16)
 
 
+@pytest.mark.parametrize("rounded", [True, False])
+def test_an_operand_of_tf32_that_was_not_rounded_is_an_error(rounded: bool) -> None:
+    a, b = (narrowed(np.ones(shape), DType.TF32) for shape in ((16, 8), (8, 8)))
+    a.view(np.uint32)[3, 4] |= 1 << (13 if rounded else 12)
+    outputs = (poisoned(shape, DType.F32) for shape in ((16, 8), (32, 4), (32, 4)))
+    inputs = (matrix.view(np.uint16) for matrix in (a, b))
+    with nullcontext() if rounded else pytest.raises(CusimError, match=r"an operand of 1\.00048828 was not rounded"):
+        launch("ptx_layouts", *outputs, *inputs, defines={"TF32": 1})
+
+
 def test_conversions_and_powers() -> None:
     ties = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     spread = np.ldexp(RNG.standard_normal(20_000, dtype=np.float32), RNG.integers(-30, 20, 20_000, dtype=np.int32))
     with np.errstate(invalid="ignore"):  # signalling NaN
         x = np.concatenate([ties, ties * np.float32(1 + 2**-11), spread])
-    f16, bf16 = poisoned(x.shape, DType.F16), poisoned(x.shape, DType.BF16)
+    f16, bf16, tf32 = (poisoned(x.shape, dtype) for dtype in (DType.F16, DType.BF16, DType.TF32))
     wide, powers = poisoned(x.shape, DType.F32), poisoned(x.shape, DType.F32)
-    launch("conversions", f16, bf16, wide, powers, x, len(x), grid=(-(-len(x) // 256), 1, 1), num_threads=256)
+    outputs = (f16, bf16, tf32, wide, powers)
+    launch("conversions", *outputs, x, len(x), grid=(-(-len(x) // 256), 1, 1), num_threads=256)
     finite = ~np.isnan(x)
     with np.errstate(over="ignore", under="ignore"):
         assert np.array_equal(f16, x.astype(np.float16), equal_nan=True)
         assert np.array_equal(wide, x.astype(np.float16).astype(np.float32), equal_nan=True)
         exact = np.exp2(x[finite].astype(np.float64))
     assert np.array_equal(bf16[finite], narrowed(x[finite], DType.BF16))
-    assert np.isnan(widened(bf16[~finite])).all() and np.isnan(powers[~finite]).all()
+    assert np.array_equal(tf32[finite], narrowed(x[finite], DType.TF32))
+    assert all(np.isnan(widened(out[~finite])).all() for out in (bf16, tf32, powers))
     # 2^-22.5 relative, as the instruction promises; what is subnormal is zero.
     exact[exact < 2.0**-126] = 0
     exact[exact > np.finfo(np.float32).max] = np.inf
@@ -558,20 +572,23 @@ def test_misused_named_barriers_end_the_launch(case: str, message: str, order: i
 def wgmma_products(
     case: str, order: int, sanitize: bool = False, dtype: DType = DType.BF16, num_threads: int = 128
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The three products, and what they should be: exact in any order, as they are of small whole numbers."""
-    a, b, c = (narrowed(RNG.integers(-8, 8, shape), dtype) for shape in ((64, 64), (128, 64), (64, 128)))
+    """The products, and what they should be: exact in any order, as they are of small whole numbers."""
+    row = 128 // dtype.itemsize
+    a, b, c = (narrowed(RNG.integers(-8, 8, shape), dtype) for shape in ((64, row), (128, row), (64, 128)))
     outputs = tuple(poisoned(shape, DType.F32) for shape in ((64, 128), (64, 128), (64, 64)))
     maps = (TensorMap(a, 64), TensorMap(b, 128), TensorMap(c, 64))
     geometry = {"num_threads": num_threads, "smem_bytes": 40 << 10}
     defines = {f"DTYPE_{dtype.name}": 1}
     sm90("wgmma_products", case, *outputs, *maps, defines=defines, order=order, sanitize=sanitize, **geometry)
     a, b, c = widened(a), widened(b), widened(c)
+    if dtype is DType.TF32:  # which has no operand in columns
+        return outputs[:1], (1 + a @ b.T,)
     return outputs, (1 + a @ b.T, a @ c, a @ c[:, :64])
 
 
 @orders
 @builds
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.TF32])
 def test_products_of_a_warpgroup(dtype: DType, sanitize: bool, order: int) -> None:
     outputs, wants = wgmma_products("RIGHT", order, sanitize, dtype)
     assert all(np.array_equal(out, want) for out, want in zip(outputs, wants, strict=True))

@@ -53,14 +53,21 @@ CASES = (
     Case("simt", DType.F32, 81, 33, "none"),  # rows that no vector load can read
     Case("simt", DType.F16, 80, 33, "gelu", arch=75),
     Case("simt", DType.BF16, 96, 33, "gelu", arch=75),  # bf16 rounded without its instruction
+    Case("simt", DType.TF32, 81, 33, "gelu"),
     Case("mma", DType.BF16, 32, 8, "none"),  # half a tile of K, and fewer tiles than stages
     Case("mma", DType.F16, 80, 33, "gelu"),
     Case("mma", DType.BF16, 96, 130, "none"),
     Case("mma", DType.F16, 328, 136, "gelu"),  # every stage is used twice
+    Case("mma", DType.TF32, 16, 8, "none"),
+    Case("mma", DType.TF32, 44, 33, "gelu"),
+    Case("mma", DType.TF32, 164, 130, "gelu", to_sum=True),
     Case("wgmma", DType.BF16, 32, 8, "none", arch=90),
     Case("wgmma", DType.F16, 80, 136, "gelu", arch=90),
     Case("wgmma", DType.BF16, 328, 264, "none", arch=90),  # of 300 rows a block has 4 or 5 tiles
     Case("wgmma", DType.F16, 712, 136, "gelu", arch=90),  # one tile goes more than twice round the stages
+    Case("wgmma", DType.TF32, 16, 8, "none", arch=90),
+    Case("wgmma", DType.TF32, 164, 264, "gelu", arch=90),
+    Case("wgmma", DType.TF32, 484, 136, "none", arch=90, to_sum=True),
     Case("wgmma", DType.SPLIT, 64, 8, "none", arch=90),  # one chunk
     Case("wgmma", DType.SPLIT, 192, 136, "gelu", arch=90),
     Case("wgmma", DType.SPLIT, 512, 264, "none", arch=90, to_sum=True),
@@ -69,6 +76,9 @@ CASES = (
     Case("auto", DType.F16, 128, 136, "gelu", arch=90),
     Case("auto", DType.BF16, 320, 264, "none", arch=90),
     Case("auto", DType.F16, 768, 72, "none", arch=90),
+    Case("auto", DType.TF32, 32, 8, "none", arch=90),
+    Case("auto", DType.TF32, 160, 136, "gelu", arch=90),
+    Case("auto", DType.TF32, 384, 72, "none", arch=90, to_sum=True),
     Case("auto", DType.SPLIT, 64, 8, "none", arch=90),
     Case("auto", DType.SPLIT, 192, 40, "gelu", arch=90),
     Case("auto", DType.SPLIT, 1216, 24, "none", arch=90, to_sum=True),  # more chunks than warps
@@ -197,8 +207,9 @@ def test_a_column_has_its_bits_in_any_place(case: Case) -> None:
     assert np.array_equal(turned, np.roll(widened(launch(case, x, weight, bias)), turn, axis=1))
 
 
-def test_the_shape_of_tiles_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in CASES if case.kernel == "mma" and case.in_features == 328)
+@pytest.mark.parametrize("dtype", [DType.F16, DType.TF32])
+def test_the_shape_of_tiles_does_not_show(dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, case = (case for case in CASES if case.kernel == "mma" and case.dtype is dtype)
     x, weight, bias = operands(case)
     tilings = [_MMA, _mma_tiling((64, 128), (64, 64), num_stages=2), *(tiling for _, tiling in _MMA_FEW_ROWS)]
     outputs = []
@@ -221,11 +232,14 @@ def test_rows_past_the_count_cost_and_change_nothing(case: Case, num_rows: int) 
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_the_number_of_stages_does_not_show(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in WGMMA_CASES if case.in_features == 328)
+@pytest.mark.parametrize(("in_features", "tiling", "result_bytes"), [(328, "_WGMMA", 2), (164, "_WGMMA_TF32", 0)])
+def test_the_number_of_stages_does_not_show(
+    in_features: int, tiling: str, result_bytes: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in WGMMA_CASES if case.in_features == in_features)
     x, weight, bias = operands(case)
     expected = launch(case, x, weight, bias)
-    monkeypatch.setattr("gkd.ops.linear._WGMMA", _wgmma_tiling(num_stages))
+    monkeypatch.setattr(f"gkd.ops.linear.{tiling}", _wgmma_tiling(num_stages, result_bytes))
     assert all(np.array_equal(launch(case, x, weight, bias, order), expected) for order in ORDERS)
 
 
@@ -296,5 +310,6 @@ def test_auto_takes_tensor_cores_where_it_can() -> None:
         [name] = {spec.name for spec in Linear(in_features, 33).plan(dtype, arch).specs}
         return name
 
-    assert name(80, DType.BF16, 80) == name(80, DType.F16, 120) == "linear_mma"
+    assert name(80, DType.BF16, 80) == name(80, DType.F16, 120) == name(84, DType.TF32, 80) == "linear_mma"
     assert name(80, DType.F32, 90) == name(80, DType.F16, 75) == name(500, DType.F16, 90) == "linear_simt"
+    assert name(82, DType.TF32, 90) == "linear_simt"

@@ -28,10 +28,12 @@ VARIANTS = [
     (DType.F16, 80),
     (DType.BF16, 32),
     (DType.BF16, 80),
+    (DType.TF32, 33),
+    (DType.TF32, 80),
 ]
 NORM_SIZES = [33, 384]
 FLOATS = (DType.F32, DType.F16, DType.BF16)
-CASTS = [(source, target) for source in FLOATS for target in FLOATS if source is not target]
+CASTS = [(source, target) for source in FLOATS for target in (*FLOATS, DType.TF32) if source is not target]
 # 4 rows a block: one alone, a full block, and ragged ones.
 ROWS = [1, 4, 9]
 POOLED = 40  # columns
@@ -135,7 +137,7 @@ def kind(x: Array) -> DType:
 @pytest.mark.parametrize("rows", ROWS)
 def test_add_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> None:
     op = AddLayerNorm(size, EPS)
-    x, residual = narrowed(3 + normal(rows, size), dtype), normal(rows, size)
+    x, residual = narrowed(3 + normal(rows, size), dtype.summand), normal(rows, size)
     gamma, beta = normal(size), normal(size)
     out, sums = normalize(op, dtype, mode, residual, padded(x), gamma, beta, count(rows))
     wide_x, want = widened(x), residual.astype(np.float64)
@@ -159,7 +161,7 @@ def test_embed_layer_norm(dtype: DType, size: int, rows: int, mode: Mode) -> Non
     ids = [RNG.integers(0, num_rows, rows, dtype=np.int32) for num_rows in num_rows_of_tables]
     for of_table, num_rows in zip(ids, num_rows_of_tables, strict=True):
         of_table[-1] = num_rows - 1  # the sanitized build knows where the tables end
-    tables = [narrowed(normal(num_rows, size), dtype) for num_rows in num_rows_of_tables]
+    tables = [narrowed(normal(num_rows, size), dtype.summand) for num_rows in num_rows_of_tables]
     gamma, beta = normal(size), normal(size)
     residual = poisoned((rows, size), DType.F32)
     out, sums = normalize(op, dtype, mode, residual, *map(padded, ids), *tables, gamma, beta, count(rows))
@@ -290,10 +292,10 @@ def test_l2_normalize(size: int, rows: int, mode: Mode) -> None:
 def test_cast_of_every_16_bit_value(source: DType, target: DType, mode: Mode) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     if source is DType.F32:
-        # bf16's values, what lies half-way to the next one, and f16's ties.
+        # bf16's values, what lies half-way to the next one, and f16's ties, which are tf32's.
         values = bits.astype(np.uint32) << 16
         f16 = bits.view(np.float16)[np.isfinite(bits.view(np.float16))].astype(np.float32).view(np.uint32)
-        x = np.concatenate([values, values | 0x8000, f16, f16 | 0x1000, f16 | 0x1001]).view(np.float32)
+        x = np.concatenate([values, values | 0x8000, f16, f16 | 0x1000, f16 | 0x1001, f16 | 0x0FFF]).view(np.float32)
     else:
         x = bits.view(source.storage)
     x = x[: len(x) - 3]  # no whole number of blocks

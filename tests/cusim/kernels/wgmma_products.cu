@@ -1,6 +1,6 @@
-// wgmma_products: one warpgroup multiplies a (64, 64) by b (128, 64), transposed, and by c (64, 128), all of 16 bits,
-// into f32: by_rows (64, 128) = 1 + a @ b.T, both operands from shared memory; by_columns (64, 128) = a @ c and narrow
-// (64, 64) = a @ c[:, :64], a from registers; and what must not be done.
+// wgmma_products: one warpgroup multiplies a (64, ROW) by b (128, ROW), transposed, and by c (64, 128), into f32: by_rows
+// (64, 128) = 1 + a @ b.T, both operands from shared memory; and of 16 bits by_columns (64, 128) = a @ c and narrow (64, 64) =
+// a @ c[:, :64], a from registers; and what must not be done.
 #include "include/tma.cuh"
 #include "include/wgmma.cuh"
 
@@ -26,8 +26,10 @@ enum Case {
     PAST_SHARED
 };
 
+constexpr int ROW = 128 / sizeof(Operand);
+
 struct Operands {
-    T a[64 * 64], b[128 * 64], c[2][64 * 64];
+    Operand a[64 * ROW], b[128 * ROW], c[2][64 * ROW];
 };
 
 template <int NUM_COLUMNS>
@@ -38,6 +40,7 @@ __device__ void store(float* out, const float (&d)[NUM_COLUMNS / 2]) {
     }
 }
 
+#if !defined(DTYPE_TF32)
 template <int NUM_COLUMNS>
 __device__ void multiply_columns(float* out, Operands& smem) {
     float d[NUM_COLUMNS / 2];
@@ -46,7 +49,7 @@ __device__ void multiply_columns(float* out, Operands& smem) {
         unsigned a[4];
         for (int i = 0; i < 4; ++i) {
             int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i % 2 * 8;
-            const T* chunk = smem.a + swizzle_128(row, step * 2 + i / 2);
+            const Operand* chunk = smem.a + swizzle_128(row, step * 2 + i / 2);
             a[i] = *reinterpret_cast<const unsigned*>(chunk + threadIdx.x % 4 * 2);
         }
         wgmma(d, a, wgmma_descriptor(smem.c[0] + step * 16 * 64, sizeof smem.c[0]), step > 0);
@@ -55,6 +58,7 @@ __device__ void multiply_columns(float* out, Operands& smem) {
     wgmma_wait<0>();
     store<NUM_COLUMNS>(out, d);
 }
+#endif
 
 extern "C" __global__ __launch_bounds__(128) void wgmma_products(
     float* by_rows,
@@ -73,7 +77,7 @@ extern "C" __global__ __launch_bounds__(128) void wgmma_products(
         mbarrier_arrive_expect_tx(&full, sizeof smem);
         tma_load_2d(smem.a, a_map, 0, 0, &full);
         tma_load_2d(smem.b, b_map, 0, 0, &full);
-        for (int i = 0; i < 2; ++i) tma_load_2d(smem.c[i], c_map, i * 64, 0, &full);
+        for (int i = 0; i < 2; ++i) tma_load_2d(smem.c[i], c_map, i * ROW, 0, &full);
     }
     __syncthreads();
     mbarrier_wait(&full, 0);
@@ -84,14 +88,14 @@ extern "C" __global__ __launch_bounds__(128) void wgmma_products(
     if (test_case != NO_FENCE) wgmma_fence();
     for (int step = 0; step < 4; ++step) {
         if (test_case == MISSING_THREAD && is_one && step == 3) break;
-        const T* first = smem.a + step * 16;
+        const Operand* first = smem.a + step * (ROW / 4);
         if (test_case == OTHER_OPERAND && is_one) first = smem.a;
         if (test_case == PAST_ROW) first += 8;
-        if (test_case == SECOND_ROW) first += 64;
+        if (test_case == SECOND_ROW) first += ROW;
         if (test_case == MISALIGNED) first += 1;
-        if (test_case == NOT_SHARED) first = reinterpret_cast<const T*>(by_rows);
-        if (test_case == PAST_SHARED) first = smem.c[1] + 8 * 64;
-        unsigned long long a = wgmma_descriptor(first), b = wgmma_descriptor(smem.b + step * 16);
+        if (test_case == NOT_SHARED) first = reinterpret_cast<const Operand*>(by_rows);
+        if (test_case == PAST_SHARED) first = smem.c[1] + 8 * ROW;
+        unsigned long long a = wgmma_descriptor(first), b = wgmma_descriptor(smem.b + step * (ROW / 4));
         if (test_case == NO_SWIZZLE) a &= ~(3ull << 62);
         if (test_case == BITS_LEFT) a |= 1ull << 14;
         wgmma(test_case == OTHER_ACCUMULATOR && is_one && step == 3 ? other : d, a, b, true);
@@ -108,6 +112,8 @@ extern "C" __global__ __launch_bounds__(128) void wgmma_products(
     }
     store<128>(by_rows, d);
 
+#if !defined(DTYPE_TF32)
     multiply_columns<128>(by_columns, smem);
     multiply_columns<64>(narrow, smem);
+#endif
 }
