@@ -18,7 +18,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy --strict $(SOURCES)
 
 unit: $(VENV)/.test models
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 # Every shipped kernel for every shipped architecture, by both CUDA releases' compilers; no GPU needed.
 compile: $(VENV)/.test build/cu12/.installed

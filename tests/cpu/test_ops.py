@@ -496,7 +496,7 @@ def test_cast_to_tf32_rounds_ties_away_from_zero() -> None:
     # Half-way to what overflows, and just below it; the smallest f32; half-way between the smallest of tf32.
     overflowing = max_tf32 + np.float32(2.0**116)
     edges += [overflowing, np.nextafter(overflowing, np.float32(0)), 2.0**-149, 2.0**-137, 3 * 2.0**-137]
-    spread = np.ldexp(normal(5000), RNG.integers(-150, 128, 5000))
+    spread = np.ldexp(normal(5000), RNG.integers(-150, 124, 5000))
     magnitudes = np.abs(np.concatenate([np.array(edges, np.float32), spread.astype(np.float32)]))
     x = np.concatenate([magnitudes, -magnitudes])
     # 11 digits from the first one on, or from that of the smallest normal number.
