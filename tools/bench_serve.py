@@ -167,13 +167,13 @@ def bench_front_end(model: Path, seconds: float, processes: int) -> None:
 def direct_ms(engine: Embed, workload: Workload, seconds: float) -> list[float]:
     """Times of `encode` with the texts of one request after another."""
     requests = [json.loads(body)["texts"] for body in workload.bodies(seed=0)]
-    times_ms, end_s, number = [], time.perf_counter() + seconds, 0
     engine.encode(requests[0])
-    while time.perf_counter() < end_s:
+    times_ms: list[float] = []
+    end_s = time.perf_counter() + seconds
+    while not times_ms or time.perf_counter() < end_s:
         start_s = time.perf_counter()
-        engine.encode(requests[number % len(requests)])
+        engine.encode(requests[len(times_ms) % len(requests)])
         times_ms.append(1e3 * (time.perf_counter() - start_s))
-        number += 1
     return times_ms
 
 
