@@ -33,7 +33,6 @@ def serve(
     handled; port 0 picks a free one. A port that cannot be had raises OSError. A second SIGINT waits for nothing:
     KeyboardInterrupt.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with listen(host, port) as listener:
         server = Server(app, on_started=lambda: on_listening(url_of(listener, host)), shutdown_delay_s=shutdown_delay_s)
         server.run([listener])
@@ -79,6 +78,7 @@ class Server(uvicorn.Server):
         self._exit_at_s = math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         await super().startup(sockets)
         self._on_started()
 
